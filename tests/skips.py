@@ -3,16 +3,22 @@
 ``SPARTITO_REQUIRE=docker,netns`` says that this machine has a container engine and network
 namespaces: a test that is skipped for want of one of these fails instead. A skip without a kind
 fails too where anything is required, so that no test can leave the list by accident.
+
+What is installed and does not work, as ``scripts/trials`` tells it in ``SPARTITO_TEST_REFUSED``, is
+skipped with its reason: a kernel that starts no container is no fault of ours.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping
 from typing import NoReturn
 
 import pytest
 
 ENV = "SPARTITO_REQUIRE"
+REFUSED = "SPARTITO_TEST_REFUSED"
 KINDS = {
     "docker": "a container engine, and the image 'spartito' to begin with",
     "podman": "podman and podman-compose, and Docker's image 'spartito' to begin with",
@@ -33,6 +39,24 @@ KINDS = {
     "case": "a case that has nothing to test",
 }
 """What a test may lack, by the word that its skip begins with."""
+
+
+def need(kind: str) -> None:
+    """Skip this test where ``scripts/trials`` found that ``kind`` does not work here."""
+    if reason := refused(os.environ).get(kind):
+        skip(kind, reason)
+
+
+def lacks(kind: str, program: str) -> str:
+    """Why tests of ``kind`` cannot run, which start ``program``; "" where they can."""
+    missing = "" if shutil.which(program) else f"no {program} here"
+    return refused(os.environ).get(kind, missing)
+
+
+def refused(environment: Mapping[str, str]) -> dict[str, str]:
+    """Why a kind that is installed does not work, by the kind, as ``scripts/trials`` found it."""
+    lines = environment.get(REFUSED, "").splitlines()
+    return dict(line.split(": ", 1) for line in lines if line)
 
 
 def skip(kind: str, reason: object) -> NoReturn:

@@ -116,6 +116,21 @@ def test_a_users_mistake_in_a_script_is_told_once(tmp_path: Path, workers: str) 
     assert got.stderr.endswith(f"{PREFIX}the batch 1 is too small\n  Give more.\n")
 
 
+def test_a_mistake_is_told_once_where_torch_holds_stderr_back(tmp_path: Path) -> None:
+    """torch's init_process_group replaces the exception hook by one that prints afterwards."""
+    script = tmp_path / "wrong.py"
+    script.write_text(
+        "import torch.distributed as dist\n"
+        "import spartito\n"
+        "store = dist.HashStore()\n"
+        "dist.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
+        "raise spartito.UserError('the batch 1 is too small', 'Give more.')\n"
+    )
+    got = spartito("run", "--workers", "1", str(script))
+    assert got.returncode == 2
+    assert got.stderr.count(f"{PREFIX}the batch 1 is too small\n  Give more.\n") == 1
+
+
 def test_the_scripts_own_code_comes_through(tmp_path: Path) -> None:
     script = tmp_path / "own.py"
     script.write_text("raise SystemExit(7)")

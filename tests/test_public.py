@@ -28,8 +28,10 @@ LAYERS = [
         "names",
         "decoders",
         "failpoints",
+        "folders",
         "forks",
         "heartbeat",
+        "life",
         "status",
         "_lazy",
     },
@@ -323,12 +325,3 @@ def test_quick_imports_bring_no_torch(module: str) -> None:
         [sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "[]"
-
-
-def test_no_file_is_too_long_to_read() -> None:
-    long = {
-        str(path.relative_to(ROOT)): lines
-        for path in FILES
-        if (lines := len(path.read_text().splitlines())) > 420
-    }
-    assert long == {}

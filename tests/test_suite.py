@@ -25,6 +25,7 @@ STRANGE = {
     "SLURM_JOB_ID": "12",
     "RANK": "3",
     skips.ENV: "netns",
+    skips.REFUSED: "slurm: no job: none ran\n",
 }
 BEGIN = 'trap "" INT HUP; umask 077; exec "$@"'
 
@@ -56,7 +57,7 @@ def failure(text: str, test: str) -> str:
 
 @pytest.mark.slow
 def test_a_suite_starts_from_a_known_state(inner: tuple[str, list[str]]) -> None:
-    assert "4 failed, 1 passed, 1 skipped" in inner[0]
+    assert "4 failed, 1 passed, 2 skipped" in inner[0]
     assert "FAILED tests/inner/suite.py::test_the_state_is_known" not in inner[0]
 
 
@@ -78,8 +79,8 @@ def test_a_skip_of_what_is_required_is_a_failure(inner: tuple[str, list[str]]) -
 
 @pytest.mark.slow
 def test_skips_are_counted_and_listed_by_kind(inner: tuple[str, list[str]]) -> None:
-    assert "1 skipped: data 1" in inner[0]
-    assert inner[1] == ["data: nothing here"]
+    assert "2 skipped: data 1, slurm 1" in inner[0]
+    assert sorted(inner[1]) == ["data: nothing here", "slurm: no job: none ran"]
 
 
 def test_an_unknown_kind_cannot_be_required() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,10 +11,11 @@ from typing import Any
 def attach(
     package: str, names: Mapping[str, str], modules: Mapping[str, str] | None = None
 ) -> Callable[[str], Any]:
-    """A module's ``__getattr__`` (PEP 562) for ``package``.
+    """A module's ``__getattr__`` (PEP 562) for ``package``, whose ``dir()`` has all names then.
 
     ``names`` maps a public name to the module that defines it, ``modules`` a name to a module.
     """
+    module = sys.modules[package]
 
     def getattr_(name: str) -> Any:
         if name in names:
@@ -22,4 +24,8 @@ def attach(
             return importlib.import_module(modules[name])
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
+    def dir_() -> list[str]:
+        return sorted({*vars(module), *names, *(modules or ())})
+
+    module.__dict__["__dir__"] = dir_
     return getattr_

@@ -11,6 +11,7 @@ SpartitoError               1
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
 from types import TracebackType
@@ -75,9 +76,15 @@ class PreemptedError(SpartitoError):
     exit_code = EXIT_PREEMPTED
 
 
-def show(error: BaseException) -> int:
-    """Print ``error`` as the one message its reader needs; returns the exit code."""
-    print(f"{PREFIX}{error}", file=sys.stderr, flush=True)
+def show(error: BaseException, in_hook: bool = False) -> int:
+    """Print ``error`` as the one message its reader needs; returns the exit code.
+
+    In an exception hook it goes to the real stderr where that is held in memory: torch's own hook
+    holds it so while it calls ours, and forgets it when ours ends the process.
+    """
+    held = in_hook and isinstance(sys.stderr, io.StringIO)
+    stream = sys.__stderr__ if held else sys.stderr
+    print(f"{PREFIX}{error}", file=stream, flush=True)
     return error.exit_code if isinstance(error, SpartitoError) else 1
 
 
@@ -96,7 +103,7 @@ def install_excepthook() -> None:
     ) -> None:
         if isinstance(error, UserError | TaskLostError):
             # The interpreter takes the exit code from a SystemExit that its hook raises.
-            raise SystemExit(show(error))
+            raise SystemExit(show(error, in_hook=True))
         if isinstance(error, PreemptedError):
             raise SystemExit(error.exit_code)
         previous(kind, error, traceback)

@@ -37,6 +37,8 @@ ENV_EPOCHS = "SPARTITO_EPOCHS"
 """The number of epochs that `fit` trains, whatever the script says."""
 ENV_RESUME = "SPARTITO_RESUME"
 """Whether a recipe goes on from what its run folder holds, as a pod that was started again does."""
+ENV_QUEUED_AGAIN = "SLURM_RESTART_COUNT"
+"""How often Slurm has put this job into its queue again."""
 
 PRECISIONS = {
     "16-mixed": "fp16",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -79,6 +80,8 @@ class _Writer:
 
     def __init__(self, path: Path, task: str) -> None:
         self._path, self._task, self._began = path, task, time.time()
+        # As `spartito.storage.leftovers` has names, which is above this layer.
+        self._new = path.with_name(f".spartito-new-{secrets.token_hex(8)}-{path.name}")
         self._seen: deque[tuple[float, heartbeat.Spent]] = deque(maxlen=WINDOW)
 
     def write(self, phase: str = "") -> None:
@@ -99,10 +102,9 @@ class _Writer:
             _memory(),
             _staleness(),
         )
-        new = self._path.with_suffix(".new")
         with suppress(OSError):  # a full disk, or a folder that is gone: training goes on
-            new.write_text(json.dumps(asdict(status)))
-            new.replace(self._path)
+            self._new.write_text(json.dumps(asdict(status)))
+            self._new.replace(self._path)
 
     def run(self, over: threading.Event) -> None:
         while not over.wait(EVERY):
@@ -111,6 +113,12 @@ class _Writer:
 
 _told: Path | None = None
 _over = threading.Event()
+
+
+def folder(given: str | Path | None) -> Path | None:
+    """The run folder: the one that is ``given``, else what ``SPARTITO_RUN_DIR`` names, if any."""
+    found = given or os.environ.get(ENV_RUN_DIR)
+    return Path(found) if found else None
 
 
 def begin(given: str | Path | None, task: str) -> Path | None:
@@ -124,10 +132,9 @@ def begin(given: str | Path | None, task: str) -> Path | None:
         The run folder; None where there is none, and nothing is written.
     """
     global _told, _over
-    found = given or os.environ.get(ENV_RUN_DIR)
-    if not found:
+    run_dir = folder(given)
+    if run_dir is None:
         return None
-    run_dir = Path(found)
     path = run_dir / FOLDER / f"{task.replace(' ', '-')}{SUFFIX}"
     if path == _told:
         return run_dir

@@ -9,7 +9,7 @@ import pytest
 
 from spartito.launch.network import NoNamespacesError, network
 from tests.commands import commands_in
-from tests.skips import skip
+from tests.skips import need, skip
 
 SCRIPT = """
 import spartito_backend, torch
@@ -45,6 +45,7 @@ print("found", small.item(), large.min().item(), large.max().item(), gathered.to
 @pytest.mark.slow
 def test_four_ranks_on_two_machines_whose_names_mean_the_loopback(tmp_path: Path) -> None:
     at = {"MASTER_ADDR": "alpha", "MASTER_PORT": "29533", "WORLD_SIZE": "4"}
+    need("netns")
     try:
         with (
             network("alpha", "beta", own_name="127.0.1.1") as machines,

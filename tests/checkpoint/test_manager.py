@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from spartito.checkpoint import Best, CheckpointManager, read_checkpoint, write_checkpoint
 from spartito.errors import UserError
+from spartito.storage import verify
 
 KILLED_WRITER = """
 import os, signal, sys
@@ -141,9 +143,76 @@ def test_a_damaged_one_does_not_push_out_a_good_one(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep=2)
     for name in ("a", "b"):
         manager.save(state(), name)
-    (tmp_path / "b" / "manifest.json").write_text("{")
+    file = tmp_path / "b" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
     manager.save(state(), "c")
-    assert names(manager) == ["a", "c"]
+    assert names(manager) == ["a", "b", "c"]
+    manager.save(state(), "d")
+    assert names(manager) == ["c", "d"]
+
+
+def test_what_it_did_not_write_is_never_removed(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep=1)
+    theirs = {
+        "bert-base/model.safetensors": "a download",
+        "exp/manifest.json": "{}",
+        "app/manifest.json": '{"name": "my app"}',
+        "game/state.json": "a score",
+        "lost/manifest.json": "{",
+    }
+    for name, text in theirs.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+    manager.save(state(), "a")
+    manager.save(state(), "b")
+    write_checkpoint(tmp_path / "by-name", state())
+    write_checkpoint(tmp_path / "step-00000001", state(), {"step": 1})
+    shutil.copytree(tmp_path / "b", tmp_path / "a copy")
+    (tmp_path / "a link").symlink_to("b")
+    CheckpointManager(tmp_path / "other").save(state(), "c")
+    (tmp_path / "other" / "c").rename(tmp_path / "c")
+    (tmp_path / "b" / "notes.txt").write_text("the good one")
+    manager.save(state(), "d")
+    manager.save(state(), "e")
+    for name, text in theirs.items():
+        assert (tmp_path / name).read_text() == text
+    for name in ("by-name", "step-00000001", "a copy", "c"):
+        verify(tmp_path / name)
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["notes.txt"]
+    assert not (tmp_path / "a").exists()
+    assert not (tmp_path / "d").exists()
+    assert manager.latest() == tmp_path / "e"
+
+
+def test_one_saved_by_name_is_the_newest_only_where_no_other_is(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    write_checkpoint(tmp_path / "step-9", state(), {"step": 9})
+    write_checkpoint(tmp_path / "step-10", state(), {"step": 10})
+    assert manager.latest() == tmp_path / "step-10"
+    manager.save(state(), "step-00000001")
+    assert manager.latest() == tmp_path / "step-00000001"
+
+
+def test_a_folder_for_them_alone_may_have_moved(tmp_path: Path) -> None:
+    CheckpointManager(tmp_path / "before").save(state(), "a")
+    (tmp_path / "before").rename(tmp_path / "now")
+    (tmp_path / "now" / "mine").mkdir()
+    write_checkpoint(tmp_path / "now" / "by-name", state())
+    manager = CheckpointManager(tmp_path / "now", keep=1, alone=True)
+    manager.save(state(), "b")
+    assert {path.name for path in (tmp_path / "now").iterdir()} == {"b", "by-name", "mine"}
+    manager.remove_all()
+    assert {path.name for path in (tmp_path / "now").iterdir()} == {"by-name", "mine"}
+
+
+def test_a_users_own_best_json_is_refused_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "best.json").write_text('{"score": 3}')
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(UserError, match=r"best\.json is not what says which checkpoint"):
+        manager.prepare()
+    with pytest.raises(UserError, match=r"best\.json is not what says which checkpoint"):
+        manager.save(state(), "a", best=("loss", 1.0))
+    assert (tmp_path / "best.json").read_text() == '{"score": 3}'
 
 
 def test_other_files_in_the_directory_stay(tmp_path: Path) -> None:
@@ -198,7 +267,7 @@ def test_a_best_pointer_without_its_checkpoint_is_none(tmp_path: Path) -> None:
     (tmp_path / "best.json").write_text('{"name": "gone", "monitor": "loss", "value": 1.0}')
     assert manager.best is None
     (tmp_path / "best.json").write_text("{")
-    with pytest.raises(UserError, match=r"best\.json cannot be understood"):
+    with pytest.raises(UserError, match=r"best\.json is not what says"):
         _ = manager.best
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spartito.collectives.calls import DTYPES, OPERATIONS, PURPOSES, CurrentCall, describe, encode
+from spartito.collectives.calls import (
+    DTYPES,
+    OPERATIONS,
+    PURPOSES,
+    CurrentCall,
+    describe,
+    encode,
+    waiting_in,
+)
 from tests.collectives import jobs
 from tests.collectives.group import running
 from tests.commands import free_ports
@@ -45,3 +53,14 @@ def test_a_call_is_its_number() -> None:
             with doing.call(encode("all_reduce", 1, torch.float32)):  # a part of the barrier
                 assert describe(doing.tag) == f"barrier [{purpose}]"
     assert doing == CurrentCall()
+
+
+def test_who_waits_in_vain_says_in_which_call() -> None:
+    doing, tag = CurrentCall(), encode("gather of bytes", 0, None)
+    assert waiting_in(0) == ""
+    with doing.during("save"), doing.call(tag):
+        assert waiting_in(doing.tag) == (
+            "This task is at gather of bytes [save]. All tasks call save, not the chief alone. "
+        )
+    with doing.during("step"), doing.call(tag):
+        assert waiting_in(doing.tag) == "This task is at gather of bytes [step]. "

@@ -336,7 +336,10 @@ def test_a_segment_in_a_directory_that_is_not_ours(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_job_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
-    left, lock, new = (tmp_path / name for name in ("spartito-1", "spartito-1.0", "spartito-2"))
+    left, lock, new = (
+        tmp_path / name
+        for name in (f"spartito-{n:016x}{end}" for n, end in ((1, ""), (1, ".0"), (2, "")))
+    )
     others = tmp_path / "other"
     for path in (left, lock, new, others):
         path.touch()

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spartito.cluster.identity import Life
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.collectives.generations import (
@@ -22,6 +21,7 @@ from spartito.collectives.generations import (
     may_go_on,
     next_generation,
 )
+from spartito.life import Life
 
 ELSEWHERE = Life("elsewhere", 1, 1)
 RANKS = st.sets(st.integers(0, 6), min_size=1)

@@ -20,7 +20,7 @@ from spartito.log import logger
 from tests.collectives import jobs
 from tests.collectives.group import Group, running
 from tests.commands import SPARTITO, Commands, Program, commands_in, tf_config
-from tests.skips import skip
+from tests.skips import need, skip
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +77,7 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
 @pytest.fixture
 def machines() -> Iterator[list[Machine]]:
     """Two of them."""
+    need("netns")
     try:
         with network("alpha", "beta") as made:
             yield made
@@ -87,6 +88,7 @@ def machines() -> Iterator[list[Machine]]:
 @pytest.fixture
 def debian(commands: Commands) -> Iterator[list[Machine]]:
     """Two to which their own names mean the loopback, and without a way to anywhere else."""
+    need("netns")
     try:
         with network("alpha", "beta", own_name="127.0.1.1") as made:
             for machine in made:

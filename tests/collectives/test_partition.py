@@ -11,7 +11,7 @@ import pytest
 
 from spartito.launch.network import Machine, NoNamespacesError, network
 from tests.commands import Commands, Program, commands_in
-from tests.skips import skip
+from tests.skips import need, skip
 
 PORT = 29517
 SCRIPT = """
@@ -57,6 +57,7 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
 
 @pytest.fixture
 def machines() -> Iterator[list[Machine]]:
+    need("netns")
     try:
         with network("alpha", "beta") as made:
             yield made

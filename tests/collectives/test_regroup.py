@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from spartito.cluster import identity
+from spartito import life
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.secret import NO_SECRET
 from spartito.cluster.store.server import Server
@@ -52,7 +52,7 @@ def train(
     With ``is_hidden`` no process can tell by the kernel whether another one lives.
     """
     if is_hidden:
-        identity._namespace = lambda: f"machine {rank}"
+        life._namespace = lambda: f"machine {rank}"
     os.environ["SPARTITO_STORE"] = store
     kind, _, letters = way.partition(" ")
     meeting = Rendezvous(

@@ -84,6 +84,7 @@ def workers(count: int, **changes: Any) -> list[dict[str, Any]]:
 
 def run(strategy: str, count: int = 2, **changes: Any) -> dict[str, Any]:
     """One run as ``compare.json`` has it."""
+    trained = changes.get("history", history())
     return {
         "strategy": strategy,
         "workers": count,
@@ -100,7 +101,13 @@ def run(strategy: str, count: int = 2, **changes: Any) -> dict[str, Any]:
         "config": {
             "strategy": strategy,
             "cluster": {"threads": 2 // count or 1, "replicas": count},
-            "fit": {"epochs": 10, "batch_size": 64, "examples": 8000, "seed": 1337},
+            "fit": {
+                "epochs": len(trained),
+                "end": "complete",
+                "batch_size": 64,
+                "examples": 8000,
+                "seed": 1337,
+            },
         },
         **changes,
     }
@@ -130,7 +137,7 @@ def everything() -> dict[str, Any]:
             1, waited_for_tasks_seconds=0.0, bytes_sent=0, bytes_received=0)),
         run("mirrored", slow=slow, history=history(rate=24_000, jump=0.0012), tasks=workers(
             2, waited_for_tasks_seconds=4.1)),
-        run("multi_worker_mirrored", slow=slow, history=history(rate=14_500), tasks=workers(
+        run("multi_worker_mirrored", slow=slow, history=history(rate=23_500), tasks=workers(
             2, waited_for_tasks_seconds=6.0, bytes_sent=1_350_000_000)),
         failed("central_storage"),
         run("parameter_server", ps=1, slow=slow,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from spartito.comparison.report.drawings import strategy_colours
 from spartito.comparison.report.page import (
     render_comparison,
     write_comparison,
@@ -15,6 +16,8 @@ from spartito.comparison.report.page import (
 from spartito.comparison.report.results import comparison
 from spartito.comparison.report.table import bars, table
 from spartito.errors import UserError
+from spartito.registry import strategy_names
+from spartito.report.charts import SERIES
 from tests.comparison.made_runs import everything, failed, history, record, run, server, workers
 from tests.pages import Checker, checked
 
@@ -190,3 +193,24 @@ def test_repeats_show_their_spread() -> None:
     named = [row[1] for row in checker.rows if row[1:2] and row[1].startswith("worker ")]
     assert named == ["worker 0"]  # of the first one
     assert not any(b.span for b in bars(comparison(everything()))[0].rows)
+
+
+def test_no_two_strategies_have_the_same_colour() -> None:
+    runs = [run(name) for name in strategy_names()]
+    runs.insert(1, run("one_device", 1, threads=1, setting="threads"))
+    found = strategy_colours(comparison(record(*runs)))
+    assert len(found) == len(runs) == len(set(found.values()))
+    style = render_comparison(record(*runs))
+    for number in range(1, len(SERIES) + 1):
+        paints = re.findall(rf"--series-{number}: (#[0-9a-f]{{6}});", style)
+        assert len(paints) == 2, number  # on light and on dark
+    for mode in (0, 1):
+        paints = [re.findall(rf"--series-{n}: (#[0-9a-f]+);", style)[mode] for n in range(1, 13)]
+        assert len(set(paints)) == 12
+
+
+def test_the_page_says_what_diverged_and_how_busy_the_machine_was() -> None:
+    bad = run("mirrored", history=[{**line, "loss": None} for line in history()])
+    text, _ = check(record(run("one_device", 1, load={"others": 0.31, "pressure": 0.5}), bad))
+    assert "mirrored diverged: its loss is NaN from epoch 1 of 10 on" in text
+    assert "31.0% of the cores taken by other programs" in text

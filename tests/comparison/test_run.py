@@ -12,12 +12,13 @@ import pytest
 
 from spartito.cli import main
 from spartito.comparison.plan import Plan, make_plan
-from spartito.comparison.run import command
+from spartito.comparison.run import ProcessRunner, command
 from spartito.errors import UserError
+from spartito.folders import LOCK
 from spartito.launch.containers.launcher import Compose
 from spartito.registry import strategy_names
 from tests.commands import SPARTITO, Commands, commands_in
-from tests.skips import skip
+from tests.skips import need, skip
 
 KNOWN = ("mirrored", "multi_worker_mirrored", "one_device", "parameter_server")
 
@@ -33,9 +34,12 @@ if f"wait:{strategy}" in sys.argv:
 if os.environ.get("RANK", "0") == "0" and "silent" not in sys.argv:
     folder = pathlib.Path(os.environ["SPARTITO_RUN_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
+    epochs = int(os.environ["SPARTITO_EPOCHS"])
+    (folder / "config.json").write_text(json.dumps({"fit": {"epochs": epochs}}))
     with open(folder / "history.jsonl", "w") as file:
-        for epoch in range(1, int(os.environ["SPARTITO_EPOCHS"]) + 1):
-            line = {"epoch": epoch, "step": 10 * epoch, "loss": 1 / epoch, "val_accuracy": 0.9,
+        for epoch in range(1, 2 if f"short:{strategy}" in sys.argv else epochs + 1):
+            loss = None if f"nan:{strategy}" in sys.argv else 1 / epoch
+            line = {"epoch": epoch, "step": 10 * epoch, "loss": loss, "val_accuracy": 0.9,
                     "seconds": 0.5, "examples_per_second": 100.0}
             file.write(json.dumps(line) + chr(10))
     print("trained under", strategy)
@@ -82,6 +86,8 @@ def test_one_strategy_fails_and_the_others_go_on(commands: Commands) -> None:
     assert [epoch["step"] for epoch in good["history"]] == [10, 20]
     assert good["run"] == "one_device"
     assert good["seconds"] > 0
+    assert 0 <= good["load"]["others"] <= 1
+    assert good["load"]["own"] > 0
     assert (found["target"], found["arguments"]) == ("train.py", ["mirrored"])
     assert found["goal"] == {"name": "val_accuracy", "value": 0.9}
     assert found["machine"]["cores"] >= 1
@@ -93,7 +99,7 @@ def test_one_strategy_fails_and_the_others_go_on(commands: Commands) -> None:
 
 def test_all_goes_well(commands: Commands) -> None:
     ended = commands.spartito(
-        *words("--sweep", "workers=1,2", "--repeat", "2", strategies="one_device,mirrored")
+        *words("--sweep", "workers=1,2", "--repeat", "2", strategies="one_device,mirrored"),
     )
     assert ended.code == 0, ended.text
     assert [
@@ -108,6 +114,58 @@ def test_all_goes_well(commands: Commands) -> None:
         ("mirrored-workers-1-repeat-2", 1, "workers", None),
     ]
     assert (commands.directory / "out/mirrored-workers-1/history.jsonl").exists()
+
+
+def test_a_run_that_diverged_is_not_chosen(commands: Commands) -> None:
+    ended = commands.spartito(*words("--", "nan:mirrored"))
+    assert ended.code == 0, ended.text
+    assert "Only one_device ended well" in ended.out
+    assert "mirrored diverged: its loss is NaN from epoch 1 of 2 on" in ended.out
+    assert "1 of 2 runs diverged: mirrored" in ended.err
+    page = (commands.directory / "out" / "compare.html").read_text()
+    assert "mirrored (its loss is NaN from epoch 1 of 2 on) diverged" in page
+
+
+def test_all_that_diverged_have_an_exit_code_of_their_own(commands: Commands) -> None:
+    ended = commands.spartito(*words("--", "nan:mirrored", "nan:one_device"))
+    assert ended.code == 3, ended.text
+    assert "All runs diverged" in ended.out
+
+
+def test_a_run_that_did_not_finish_is_said(commands: Commands) -> None:
+    ended = commands.spartito(*words("--", "short:mirrored"))
+    assert ended.code == 1, ended.text
+    assert "mirrored unfinished: it ended after 1 of 2 epochs without an error" in ended.out
+    assert "1 of 2 runs did not finish: mirrored" in ended.err
+
+
+def test_one_device_is_trained_with_the_threads_of_the_others_too(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+
+    def runs(**given: Any) -> list[tuple[str, int | None]]:
+        found = make_plan(str(script), known=KNOWN, out=tmp_path / "out", **given).runs
+        return [(run.folder, run.threads) for run in found]
+
+    some = {"strategies": "one_device,mirrored"}
+    assert runs(**some, workers=2, cores=8) == [
+        ("one_device", None), ("one_device-threads-4", 4), ("mirrored", None)
+    ]  # fmt: skip
+    assert runs(**some, workers=4, cores=2)[1] == ("one_device-threads-1", 1)
+    for same in ({"cores": None}, {"cores": 1}, {"cores": 8, "workers": 1}):
+        assert len(runs(**some, **same)) == 2
+    assert runs(strategies="one_device", cores=8) == [("one_device", None)]
+    assert runs(strategies="mirrored", cores=8) == [("mirrored", None)]
+
+
+def test_the_threads_reach_the_process(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    script, out = str(tmp_path / "train.py"), tmp_path / "out"
+    made = make_plan(script, strategies="one_device,mirrored", known=KNOWN, out=out, cores=8)
+    told = [
+        ProcessRunner(made).prepare(run).environment.get("OMP_NUM_THREADS") for run in made.runs
+    ]
+    assert told == [None, "4", None]
 
 
 def test_ctrl_c_keeps_what_there_is(commands: Commands) -> None:
@@ -252,6 +310,7 @@ def test_on_a_line_strategies_of_one_machine_are_left_out() -> None:
 
 
 def test_every_run_is_on_the_line(commands: Commands) -> None:
+    need("netns")
     given = words("--link", "100mbit", strategies="multi_worker_mirrored,local_sgd:every=5")
     ended = commands.spartito(*given)
     if "network namespaces" in ended.err:
@@ -353,6 +412,8 @@ def test_a_script_with_a_slip_of_the_pen(tmp_path: Path) -> None:
 
 
 def test_an_earlier_comparison_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / LOCK).touch()  # of one that was killed before its first run
+    assert plan(out=tmp_path).out == tmp_path
     (tmp_path / "compare.json").touch()
     with pytest.raises(UserError, match="is not empty"):
         plan(out=tmp_path)

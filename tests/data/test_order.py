@@ -6,7 +6,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spartito.data.order import example_generator, permutation, shard_rows, steps
+from spartito.data.order import (
+    example_generator,
+    group_rows,
+    permutation,
+    shard_rows,
+    steps,
+)
 
 SEEDS = st.integers(-(2**63), 2**64 - 1)
 
@@ -63,3 +69,24 @@ def test_neighbours_share_no_numbers() -> None:
     keys = [(s, e, i) for s in range(4) for e in range(4) for i in range(40)]
     seen = [number for key in keys for number in draws(*key)]
     assert len(set(seen)) == len(seen)
+
+
+@st.composite
+def grouped(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
+    """Data shards in groups: in any order, one in each at least."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    shards = iter(draw(st.permutations(range(sum(sizes)))))
+    return tuple(tuple(sorted(next(shards) for _ in range(size))) for size in sizes)
+
+
+@given(size=st.integers(0, 60), groups=grouped(), least=st.integers(1, 3))
+def test_a_group_has_the_same_rows_however_it_divides_them(
+    size: int, groups: tuple[tuple[int, ...], ...], least: int
+) -> None:
+    parts = [[group_rows(size, shard, groups, least) for shard in group] for group in groups]
+    assert [row for part in parts for rows in part for row in rows] == list(range(size))
+    seen = [sum(map(len, part)) for part in parts]
+    assert all(count == 0 or count >= min(least, size) for count in seen)
+    if len({*map(len, groups)}) == 1:
+        alone = [shard_rows(size, (index, len(groups)), least) for index in range(len(groups))]
+        assert seen == [len(rows) for rows in alone]

@@ -12,7 +12,7 @@ from spartito.launch.link import Link
 from spartito.launch.network import Machine, NoNamespacesError, network
 from tests.commands import SPARTITO, Commands, Ended, Program, commands_in, tf_config
 from tests.doctor.test_examination import SHORT, kinds, report, what
-from tests.skips import skip
+from tests.skips import need, skip
 
 PORT = 21500
 TOLD = {"SPARTITO_TIMEOUT": "60"}
@@ -34,6 +34,7 @@ def hosts() -> Iterator[Hosts]:
     with ExitStack() as stack:
 
         def make(*names: str, own_name: str = "") -> list[Machine]:
+            need("netns")
             try:
                 return stack.enter_context(network(*names, own_name=own_name))
             except NoNamespacesError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import torch
@@ -27,9 +29,10 @@ def normalize(
     cuts: list[int],
     batches: list[Tensor],
     options: dict[str, Any],
+    kind: type[nn.Module] | None = None,
 ) -> dict[str, Tensor]:
     """BatchNorm over ``batches`` whose rows are cut among the ranks; gradients and statistics."""
-    kind = NORMS[batches[0].dim()]
+    kind = kind or NORMS[batches[0].dim()]
     norm: Any = kind(batches[0].shape[1], **options).to(batches[0].dtype)
     if norm.affine:
         with torch.no_grad():
@@ -38,6 +41,8 @@ def normalize(
     synchronize_batchnorm(norm)
     assert kind in type(norm).__mro__
     assert not local_batchnorms(norm)
+    if len(batches) % 2:  # copied, and sent to another process, it is what it was
+        norm = copy.deepcopy(norm) if collective.rank else pickle.loads(pickle.dumps(norm))
     mine = range(cuts[collective.rank], cuts[collective.rank + 1])
     outputs, gradients = [], []
     for batch in batches:

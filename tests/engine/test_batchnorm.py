@@ -20,15 +20,19 @@ from spartito.engine.batchnorm import (
     synchronize_batchnorm,
 )
 from spartito.engine.context import within
+from spartito.errors import UserError
 from tests.collectives.group import run
-from tests.engine import jobs
+from tests.engine import jobs, norms
 
 EXACT = 1e-12
 
 
-def plain(batches: list[Tensor], options: dict[str, Any]) -> dict[str, Tensor]:
+def plain(
+    batches: list[Tensor], options: dict[str, Any], kind: type[nn.Module] | None = None
+) -> dict[str, Tensor]:
     """The same by torch on one device, in one batch."""
-    norm: Any = jobs.NORMS[batches[0].dim()](batches[0].shape[1], **options).to(batches[0].dtype)
+    kind = kind or jobs.NORMS[batches[0].dim()]
+    norm: Any = kind(batches[0].shape[1], **options).to(batches[0].dtype)
     if norm.affine:
         with torch.no_grad():
             norm.weight.copy_(torch.linspace(0.5, 2, norm.num_features))
@@ -88,6 +92,59 @@ def test_equals_batchnorm_of_the_global_batch(
         for result in results:
             assert torch.equal(result[name], results[0][name])
             torch.testing.assert_close(result[name], expected[name], rtol=0, atol=20 * EXACT)
+
+
+OWN: list[tuple[type[nn.Module], list[int], dict[str, Any]]] = [
+    (norms.BatchNormAct2d, [0, 4, 5], {}),
+    (norms.BatchNormAct2d, [0, 0, 2, 5], {"momentum": None}),  # nothing on rank 0
+    (norms.BatchNormAct2d, [0, 3, 5], {"track_running_stats": False, "affine": False}),
+    (norms.Renamed, [0, 1, 5], {}),
+    (norms.Around, [0, 2, 5], {"momentum": 0.3}),
+    (norms.BuiltIn, [0, 2, 3, 5], {}),
+    (nn.SyncBatchNorm, [0, 2, 5], {}),
+    (norms.Instances, [0, 1, 5], {}),
+    (norms.Instances, [0, 2, 3, 5], {"momentum": 0.4}),
+]
+
+
+@pytest.mark.parametrize(("kind", "cuts", "options"), OWN)
+def test_a_subclass_keeps_its_forward_pass_over_the_global_batch(
+    kind: type[nn.Module], cuts: list[int], options: dict[str, Any]
+) -> None:
+    data = batches((5, 2, 3, 4))
+    expected = plain(data, options, kind)
+    results = run(jobs.normalize, len(cuts) - 1, cuts, data, options, kind)
+    for name in ("output", "grad"):
+        got = joined(results, name, cuts)
+        torch.testing.assert_close(got, expected[name], rtol=0, atol=EXACT)
+    for name in expected.keys() - {"output", "grad"}:
+        for result in results:
+            assert torch.equal(result[name], results[0][name])
+            torch.testing.assert_close(result[name], expected[name], rtol=0, atol=20 * EXACT)
+
+
+class Three(IdentityCollective):
+    """Nobody else has to be there to refuse."""
+
+    world_size = 3
+
+
+@pytest.mark.parametrize("kind", [norms.Chunked, norms.Folded, norms.Split])
+def test_a_norm_over_parts_of_the_rows_is_refused_by_name(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(nn.Identity(), kind(2).double())
+    synchronize_batchnorm(model)
+    with (
+        within(jobs.context(Three(), 8, range(4))),
+        pytest.raises(UserError, match=f"{kind.__name__} '1' normalizes"),
+    ):
+        model(batches((4, 2, 3, 4))[0])
+
+
+def test_instances_without_statistics_and_lazy_norms_stay_as_they_are() -> None:
+    model = nn.Sequential(nn.InstanceNorm2d(3), nn.LazyBatchNorm2d(), nn.GroupNorm(1, 3))
+    before = [type(module) for module in model]
+    synchronize_batchnorm(model)
+    assert [type(module) for module in model] == before
 
 
 def test_a_large_mean_loses_no_digits() -> None:

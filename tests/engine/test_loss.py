@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from spartito.data.batch import Batch
 from spartito.engine.loss import (
-    TokenWatch,
     align,
     describe,
     evaluate_loss,
@@ -225,24 +224,6 @@ def test_a_models_own_mean_over_items(form: str) -> None:
     assert logits.grad.tolist() == [0.0] * 4
     with pytest.raises(UserError, match="beside num_items"):
         own_loss(output(FOUR, 10))
-
-
-def test_labels_of_unequal_length_are_spoken_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    mean = torch.tensor(2.0)
-    plain, ignored = torch.ones(4, 6, dtype=torch.int64), torch.full((4, 6), -100)
-    for given, said in (
-        ([plain, plain], 0),
-        ([plain, plain[:, :3], ignored], 1),
-        ([ignored, ignored], 1),
-        ([plain[:, 0], plain[:, 0]], 0),
-    ):
-        caplog.clear()
-        watch = TokenWatch()
-        for labels in given:
-            watch.look(mean, {"input_ids": plain, "labels": labels})
-        watch.look((mean, 3), (plain, ignored))
-        assert len(caplog.records) == said
-    assert "num_items" in caplog.text or not said
 
 
 def test_images_that_nobody_rescaled() -> None:

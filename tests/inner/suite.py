@@ -16,7 +16,7 @@ import pytest
 
 from tests.commands import Commands, commands_in
 from tests.replicas import Replicas
-from tests.skips import skip
+from tests.skips import need, skip
 
 VARIABLES = ("HOME", "TMPDIR", "LANG", "LC_ALL", "OMP_NUM_THREADS", "SLURM_JOB_ID", "RANK")
 SHOW = f"""
@@ -96,6 +96,10 @@ def test_what_is_required_is_missing() -> None:
 
 def test_what_is_not_required_is_missing() -> None:
     skip("data", "nothing here")
+
+
+def test_what_is_refused_here() -> None:
+    need("slurm")
 
 
 def test_no_kind() -> None:

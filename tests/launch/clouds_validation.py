@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 
-from tests.skips import skip
+from tests.skips import need, skip
 
 ENV = "SPARTITO_TEST_CLOUDS"
 
@@ -49,6 +49,7 @@ print(json.dumps(told))
 
 def complaints(files: Sequence[tuple[str, str]]) -> list[str]:
     """What the tools say against ``files``, each with the name of its tool; skips without them."""
+    need("clouds")
     python = os.environ.get(ENV)
     if python is None:
         skip("clouds", f"{ENV} names no Python with skypilot and dstack: see scripts/clouds")

@@ -17,7 +17,7 @@ from typing import Any
 
 from spartito.cli import main
 from tests.commands import LEAN, eventually
-from tests.skips import skip
+from tests.skips import need, skip
 
 IMAGE, BUILT = "spartito-test", "spartito-test-built"
 LEANER = f"FROM {BUILT}\nCOPY *.py /lean/\nENV PYTHONPATH=/lean\n"
@@ -40,6 +40,7 @@ def docker(*words: str) -> str:
 
 def need_image() -> str:
     """The image for tests, built when this is called; skips where there is no engine."""
+    need("docker")
     if shutil.which("docker") is None:
         skip("docker", "there is no docker command here")
     asked = subprocess.run(["docker", "version"], capture_output=True, text=True, timeout=60)

@@ -15,7 +15,7 @@ from spartito.cli import main
 from spartito.launch.network import Machine, NoNamespacesError, network
 from tests.commands import Commands, commands_in
 from tests.launch.clouds import play
-from tests.skips import skip
+from tests.skips import need, skip
 
 DIGITS = ("--epochs=1", "--batch-size=64", "--seed=3")
 VENV = f"ln -sfn {Path(sys.executable).parents[1]} ~/spartito-env"
@@ -32,6 +32,7 @@ print("I am", strategy.cluster.task, "of", strategy.cluster.source, KNOWN, flush
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[list[Machine]]:
+    need("netns")
     try:
         with network("a", "b", "c", "d") as found:
             yield found

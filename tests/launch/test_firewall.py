@@ -17,7 +17,7 @@ from tests.collectives.group import running
 from tests.collectives.jobs import enter
 from tests.commands import SPARTITO, Commands, commands_in, tf_config
 from tests.doctor.test_examination import report, what
-from tests.skips import skip
+from tests.skips import need, skip
 
 FIRST, LAST = 29500, 29509
 """The ports that the firewall of each host lets through."""
@@ -43,6 +43,7 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
 @pytest.fixture
 def hosts() -> Iterator[list[Machine]]:
     """Two hosts whose firewalls let `FIRST` to `LAST` through."""
+    need("netns")
     try:
         with network("alpha", "beta") as made:
             for host in made:

@@ -23,7 +23,7 @@ from spartito.launch.network import NoNamespacesError, network
 from spartito.launch.roles import Roles
 from tests.commands import SPARTITO, SUITE, Commands, commands_in, eventually
 from tests.launch.jobs import start
-from tests.skips import skip
+from tests.skips import need, skip
 
 MBIT = 8
 TELLS = """
@@ -62,6 +62,7 @@ DELAYED = TELLS + 'os.system("ping -c 2 -q worker-1 || true")\n'
 @pytest.fixture
 def commands(tmp_path: Path) -> Iterator[Commands]:
     """Programs that start in a folder of their own, where machines can be made."""
+    need("netns")
     try:
         with network("a", needs=()):
             pass

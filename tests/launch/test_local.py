@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from ast import literal_eval
@@ -23,7 +22,7 @@ from spartito.launch.local import RUNTIME, Local, Position, environments
 from tests.cluster.environments import hydra_alone, open_mpi, srun
 from tests.cluster.orchestrated import TORCHRUN, indexed_job, pytorch_job
 from tests.launch.jobs import start
-from tests.skips import skip_if
+from tests.skips import lacks, skip_if
 
 LIMIT = 60.0
 SHOW = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
@@ -173,7 +172,7 @@ def test_one_machine_by_hand_is_a_job_of_its_own(tmp_path: Path) -> None:
     assert resolve(env).world_size == 1
 
 
-@skip_if(shutil.which("mpirun") is None, "mpi", "no mpirun here")
+@skip_if(bool(why := lacks("mpi", "mpirun")), "mpi", why)
 def test_mpirun_of_run_is_one_job(tmp_path: Path) -> None:
     script = tmp_path / "show.py"
     script.write_text(

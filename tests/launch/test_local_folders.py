@@ -122,8 +122,11 @@ def test_what_each_task_prints_is_in_a_file_of_its_own(tmp_path: Path, workers: 
     assert got.returncode == 1
     assert got.stderr.count("ValueError: the cause") == 1
     assert sorted(path.name for path in logs.iterdir()) == [
-        f"worker-{rank}.log" for rank in range(workers)
+        "worker-0.log",
+        "worker-0.log.1",
+        *(f"worker-{rank}.log" for rank in range(1, workers)),
     ]
+    assert (logs / "worker-0.log.1").read_text() == "of an earlier job\n"
     first = (logs / "worker-0.log").read_text()
     assert {"rank 0", "to stderr"} == set(first.splitlines()[:2])
     assert "Traceback" in first

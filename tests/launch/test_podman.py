@@ -18,7 +18,10 @@ from spartito.errors import UserError
 from spartito.launch.containers.engine import Engine
 from spartito.launch.containers.watch import STAMP
 from tests.launch.containers import SPARTITO
-from tests.skips import skip
+from tests.skips import need, skip
+
+RUNTIME = "SPARTITO_TEST_PODMAN_RUNTIME"
+"""Which runtime starts containers here, where Podman's usual one does not: `scripts/trials`."""
 
 IMAGE = "localhost/spartito"
 LIMIT = 280.0
@@ -34,6 +37,7 @@ def podman(*words: str) -> str:
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Podman, with the image that Docker has."""
+    need("podman")
     for command in ("podman", "podman-compose", "docker"):
         if shutil.which(command) is None:
             skip("podman", f"there is no {command} command here")
@@ -41,7 +45,10 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most = [min(resource.getrlimit(one)[1], 10_000) for one in _LIMITS.values()]
     limits = [f"{name}={n}:{n}" for name, n in zip(_LIMITS, most, strict=True)]
     file = tmp_path / "containers.conf"
-    file.write_text(f"[containers]\ndefault_ulimits = {json.dumps(limits)}\n")
+    text = f"[containers]\ndefault_ulimits = {json.dumps(limits)}\n"
+    if runtime := os.environ.get(RUNTIME):
+        text += f"[engine]\nruntime = {json.dumps(runtime)}\n"
+    file.write_text(text)
     monkeypatch.setenv("CONTAINERS_CONF", str(file))
     monkeypatch.setenv("SPARTITO_ENGINE", "podman")
     ask = ["docker", "image", "inspect", "--format", "{{.Id}}", "spartito"]

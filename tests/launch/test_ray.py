@@ -21,7 +21,7 @@ from spartito.errors import UserError
 from spartito.launch.on_ray.actor import Node, check_runnable, checksum_of, versions
 from spartito.launch.on_ray.job import check_nodes
 from spartito.launch.on_ray.session import check_fits
-from tests.skips import skip
+from tests.skips import need, skip
 
 LIMIT = 120.0
 
@@ -183,6 +183,7 @@ def gone(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    need("ray")
     try:
         import ray
     except ImportError as error:
@@ -312,6 +313,7 @@ def no_cluster(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_no_cluster_at_the_address(tmp_path: Path) -> None:
+    need("ray")
     try:
         import ray
     except ImportError as error:

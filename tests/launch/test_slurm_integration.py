@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from tests.commands import SPARTITO, TORCHRUN, commands_in
 from tests.launch.slurm_cluster import ADDRESSES, Job, Slurm, missing, slurm_in, write_and_submit
-from tests.skips import skip_if
+from tests.skips import lacks, skip_if
 
 REASON = missing()
 
@@ -174,7 +173,7 @@ def test_jobs_submitted_one_by_one_meet_in_a_directory(slurm: Slurm) -> None:
             "Open MPI",
             "MASTER_ADDR=node1 mpirun --allow-run-as-root -x MASTER_ADDR "
             f"{sys.executable} meets.py",
-            marks=skip_if(shutil.which("mpirun") is None, "mpi", "no mpirun here"),
+            marks=skip_if(bool(why := lacks("mpi", "mpirun")), "mpi", why),
         ),
     ],
     ids=["srun", "srun of run", "torchrun", "mpirun"],

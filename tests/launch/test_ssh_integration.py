@@ -27,7 +27,7 @@ from tests.launch.held import Held
 from tests.launch.jobs import LISTS
 from tests.launch.ssh_hosts import Site, machines, why_not
 from tests.launch.supervised import SLEEPS
-from tests.skips import skip, skip_if
+from tests.skips import need, skip, skip_if
 
 pytestmark = [pytest.mark.slow, skip_if(bool(why := why_not()), "ssh", why)]
 
@@ -56,6 +56,7 @@ time.sleep(300)
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    need("netns")
     try:
         with machines(tmp_path_factory.mktemp("site")) as found:
             yield found

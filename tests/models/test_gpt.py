@@ -102,7 +102,11 @@ def test_tokens_one_by_one_give_the_logits_of_all_at_once() -> None:
 
 def test_generation_takes_the_likeliest_and_goes_past_the_context() -> None:
     model, given = small(dropout=0.3), tokens(2, 3)
+    model.blocks[0].eval()
+    before = [module.training for module in model.modules()]
     written = model.generate(given, 40, temperature=0)
+    assert [module.training for module in model.modules()] == before
+    assert not written.requires_grad
     assert written.shape == (2, 43)
     assert model.training
     model.eval()

@@ -105,8 +105,10 @@ def test_what_cannot_be_split_is_refused_on_all_tasks(
 def test_the_parts_of_a_step_are_refused(replicas: Replicas) -> None:
     for errors in replicas(jobs.owned, 2):
         assert errors == [
-            "backward() under pipeline, which owns the whole step\n  Call step().",
-            "update() under pipeline, which owns the whole step\n  Call step().",
+            "backward() under pipeline, which owns the whole step\n"
+            "  Call step(), or choose mirrored or mesh for a loop of your own.",
+            "update() under pipeline, which owns the whole step\n"
+            "  Call step(), or choose mirrored or mesh for a loop of your own.",
         ]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from spartito.launch.network import Machine, NoNamespacesError, network
 from tests.commands import Commands, commands_in
-from tests.skips import skip
+from tests.skips import need, skip
 
 LIMIT = 600.0
 """What a task has to reply; the test's own limit is less."""
@@ -63,6 +63,7 @@ for wire in (waits, sends):
 
 @pytest.fixture
 def machines() -> Iterator[list[Machine]]:
+    need("netns")
     try:
         with network("alpha", "beta") as made:
             yield made

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from spartito.ps.protocol.memory import allocate
 from spartito.ps.protocol.messages import Load, Status
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.server.counter import Counter
+from spartito.ps.server.server import pauses
 from spartito.storage.private import private_directory
 from tests.ps.served import LIMIT, Job
 from tests.skips import skip
@@ -126,6 +128,7 @@ import sys
 from pathlib import Path
 from spartito.errors import UserError
 from spartito.ps.server.counter import Counter
+from spartito.ps.server.server import pauses
 
 folder = Path(sys.argv[1])
 try:
@@ -207,3 +210,7 @@ def test_a_folder_of_others_is_none(make: Callable[[Path], None], why: str, tmp_
     with pytest.raises(UserError, match=rf"private {why}\n  Name another"):
         private_directory(folder, "Name another.")
     assert list((tmp_path).rglob("*/*")) == []
+
+
+def test_the_first_snapshots_come_early() -> None:
+    assert list(islice(pauses(10.0), 6)) == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]

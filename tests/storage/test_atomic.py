@@ -13,6 +13,7 @@ from spartito.errors import UserError
 from spartito.storage.atomic import (
     MANIFEST,
     read_manifest,
+    remove_directory,
     sweep,
     verify,
     write_directory,
@@ -20,6 +21,7 @@ from spartito.storage.atomic import (
 )
 from tests.skips import skip_if
 
+TOKEN = "0123456789abcdef"
 WRITER = """
 import os, signal, sys
 from spartito.storage.atomic import write_directory
@@ -186,7 +188,7 @@ def test_a_killed_writer_is_swept_and_a_living_one_is_not(tmp_path: Path) -> Non
 
 def test_what_was_moved_aside_and_never_replaced_comes_back(tmp_path: Path) -> None:
     save(tmp_path / "step.1", "old")
-    (tmp_path / "step.1").rename(tmp_path / ".step.1.0123abcd.old")
+    (tmp_path / "step.1").rename(tmp_path / f".spartito-old-{TOKEN}-step.1")
     sweep(tmp_path)
     verify(tmp_path / "step.1")
     assert hidden(tmp_path) == []
@@ -194,17 +196,63 @@ def test_what_was_moved_aside_and_never_replaced_comes_back(tmp_path: Path) -> N
 
 def test_what_was_moved_aside_and_replaced_goes(tmp_path: Path) -> None:
     save(tmp_path / "one", "old")
-    (tmp_path / "one").rename(tmp_path / ".one.0123abcd.old")
+    (tmp_path / "one").rename(tmp_path / f".spartito-old-{TOKEN}-one")
     save(tmp_path / "one", "new")
-    (tmp_path / ".best.json.0123abcd.new").write_text("half")
+    (tmp_path / f".spartito-new-{TOKEN}-best.json").write_text("half")
     sweep(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["one"]
     assert (tmp_path / "one" / "a.txt").read_text() == "new"
 
 
 def test_other_hidden_things_are_not_swept(tmp_path: Path) -> None:
-    (tmp_path / ".git").mkdir()
-    (tmp_path / ".hidden.txt").write_text("mine")
+    folders = (".git", ".config.old", ".venv.0123abcd.new", f".spartito-new-{TOKEN}-")
+    files = [".hidden.txt", ".env.old", ".vimrc.new", ".x.0123abcd.old", ".spartito-new-0123-x"]
+    files += [f".spartito-old-{TOKEN}", f".spartito-own-{TOKEN}-x", f"spartito-new-{TOKEN}-x"]
+    for name in folders:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("mine")
+    for name in files:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / f".spartito-new-{TOKEN}-link").symlink_to(".git")
+    before = sorted(tmp_path.rglob("*"))
     assert sweep(tmp_path) == []
     assert sweep(tmp_path / "absent") == []
-    assert hidden(tmp_path) != []
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_directory_with_a_users_file_in_it_is_not_replaced(tmp_path: Path) -> None:
+    save(tmp_path / "one")
+    note = tmp_path / "one" / "sub" / "note"
+    note.write_text("mine")
+    with pytest.raises(UserError, match=r"one cannot be replaced: sub/note in it is not of"):
+        save(tmp_path / "one", "new")
+    assert note.read_text() == "mine"
+    verify(tmp_path / "one")
+    note.unlink()
+    (tmp_path / "one" / "link").symlink_to(tmp_path)
+    with pytest.raises(UserError, match="link in it is not of"):
+        save(tmp_path / "one", "new")
+    (tmp_path / "other").symlink_to("one")
+    with pytest.raises(UserError, match="other is a link to one, which would be replaced"):
+        save(tmp_path / "other")
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / MANIFEST).write_text('{"name": "my app"}')
+    with pytest.raises(UserError, match="app is a folder with other files"):
+        save(tmp_path / "app")
+    assert hidden(tmp_path) == []
+
+
+def test_what_is_removed_is_what_the_manifest_names(tmp_path: Path) -> None:
+    for name in ("one", "two", "link"):
+        save(tmp_path / name)
+    assert remove_directory(tmp_path / "one")
+    assert not (tmp_path / "one").exists()
+    (tmp_path / "two" / "sub" / "note").write_text("mine")
+    assert not remove_directory(tmp_path / "two")
+    assert [p for p in (tmp_path / "two").rglob("*") if p.is_file()] == [
+        tmp_path / "two" / "sub" / "note"
+    ]
+    (tmp_path / "to").symlink_to("link")
+    for path in (tmp_path / "two", tmp_path / "to"):
+        assert not remove_directory(path)
+    verify(tmp_path / "link")

@@ -10,8 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spartito.errors import UnwritableError, UserError
-from spartito.storage.atomic import read_manifest, write_directory
-from spartito.storage.remote import FsspecStore, Store, download, keep_only, upload, whole_ones
+from spartito.storage.atomic import MANIFEST, read_manifest, write_directory
+from spartito.storage.remote import (
+    PLAN,
+    FsspecStore,
+    Store,
+    UnreadableError,
+    download,
+    remove_all,
+    remove_older,
+    upload,
+    whole_ones,
+)
 
 
 class Memory(Store):
@@ -22,6 +32,7 @@ class Memory(Store):
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.left, self.torn = -1, 0.0
+        self.gone: set[str] = set()
 
     def fail_after(self, operations: int, torn: float) -> None:
         self.left, self.torn = operations, torn
@@ -30,6 +41,8 @@ class Memory(Store):
         return {name: len(content) for name, content in self.files.items()}
 
     def read(self, name: str) -> bytes:
+        if name in self.gone:
+            raise UnreadableError("503")
         return self.files[name]
 
     def get(self, name: str, file: Path) -> None:
@@ -64,10 +77,14 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def called(number: int | str) -> str:
+    return f"step-{int(number):08d}.{int(number):016x}"
+
+
 def save(store: Memory, path: Path) -> None:
     """Save one as backups are saved."""
-    upload(store, path, f"step-{path.name}")
-    keep_only(store, [name for name, _ in whole_ones(store)][-2:])
+    upload(store, path, called(path.name))
+    remove_older(store, [name for name, _ in whole_ones(store)][-2:], 2)
 
 
 @given(st.integers(0, 20), st.sampled_from([0.0, 0.5, 0.99, 1.0]))
@@ -81,26 +98,72 @@ def test_what_is_found_is_whole_and_the_newest(written: Path, operations: int, t
     except UnwritableError:
         pass
     found = [name for name, _ in whole_ones(store)]
-    uploaded = f"step-{done + 1}" in found  # and what went wrong came after it
+    uploaded = called(done + 1) in found  # and what went wrong came after it
     newest = done + uploaded
-    assert found[-1:] == ([f"step-{newest}"] if newest else [])
+    assert found[-1:] == ([called(newest)] if newest else [])
     assert len(found) >= min(newest, 2)  # should the newest be damaged
     with tempfile.TemporaryDirectory() as folder:
         for name in found:
             download(store, name, Path(folder) / name)
-            assert read_manifest(Path(folder) / name) == read_manifest(written / name[5:])
+            assert read_manifest(Path(folder) / name) == read_manifest(
+                written / str(int(name[5:13]))
+            )
     store.fail_after(-1, 0.0)
     save(store, written / "9")
     names = {file.partition("/")[0] for file in store.files}
-    assert names == {*found[-1:], "step-9"}  # nothing is left of what was cut off
+    if found:  # nothing is left of what was cut off, once there are two
+        assert names == {*found[-1:], called(9)}
+    assert {*found[-1:], called(9)} <= names
+    remove_all(store)
+    assert not store.files
+
+
+THEIRS = ("notes.txt", "best/manifest.json", "best/a", "data.0123abcd/x", "step-1/manifest.json")
+
+
+@pytest.mark.parametrize("inside", ["notes", MANIFEST + ".bak", "sub/x"])
+def test_what_a_user_has_in_the_store_stays(written: Path, inside: str) -> None:
+    store = Memory()
+    store.files |= dict.fromkeys(THEIRS, b"mine")
+    copy = {f"good/{name}": b"mine" for name in ("a", "b", MANIFEST)}
+    for number in (1, 2, 3):
+        save(store, written / f"{number}")
+        store.files |= copy | {f"{called(number)}/{inside}": b"mine"}
+    save(store, written / "4")
+    assert [name for name, _ in whole_ones(store)] == [called(3), called(4)]
+    remove_all(store)
+    theirs = {*THEIRS, *copy, *(f"{called(number)}/{inside}" for number in (1, 2, 3))}
+    assert store.files == dict.fromkeys(theirs, b"mine")
+
+
+def test_what_cannot_be_read_for_a_moment_is_not_taken_for_cut_off(written: Path) -> None:
+    store = Memory()
+    for number in (1, 2):
+        save(store, written / f"{number}")
+    store.gone = {f"{called(2)}/{MANIFEST}"}
+    before = dict(store.files)
+    with pytest.raises(UnreadableError, match="503"):
+        whole_ones(store)
+    with pytest.raises(UnreadableError, match="503"):
+        remove_all(store)
+    assert {*before} - {*store.files} <= {f"{called(1)}/{n}" for n in ("a", "b", MANIFEST, PLAN)}
+
+
+def test_nothing_goes_while_too_few_are_known(written: Path) -> None:
+    store = Memory()
+    for number in (1, 2):
+        upload(store, written / f"{number}", called(number))
+    before = dict(store.files)
+    remove_older(store, [called(2)], 2)
+    assert store.files == before
 
 
 def test_a_changed_file_is_not_read(written: Path, tmp_path: Path) -> None:
     store = Memory()
     save(store, written / "1")
-    store.files["step-1/a"] = b"b of 1"
+    store.files[f"{called(1)}/a"] = b"b of 1"
     with pytest.raises(UserError, match="has changed"):
-        download(store, "step-1", tmp_path / "read")
+        download(store, called(1), tmp_path / "read")
 
 
 @pytest.mark.parametrize("url", ["nope://x", "gs://x/y"])

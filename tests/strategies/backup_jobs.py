@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 import spartito as sp
+from spartito.training import fits
 from tests.strategies.jobs import CLASSES, FEATURES, blobs, make_strategy, weights
 
 
@@ -105,9 +105,9 @@ def train(
             "weights": weights(strategy, net),
             "rate": trainer.optimizer.param_groups[0]["lr"],
             "steps": trainer.step,
-            "left": sorted(path.name for path in Path(folder).iterdir()) if folder else [],
         }
     except Interrupted:
         return None
     finally:
         strategy.close()
+        fits.end()  # the next job of this process is a script of its own

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spartito.data.order import shard_rows
 from tests.strategies.jobs import blobs, mlp
 from tests.strategies.local_jobs import BATCH, EPOCHS, EXAMPLES, INNER, OUTER
 
 
-def rows_of(members: Sequence[int], rows: range, replicas: int, batch: int) -> list[int]:
-    """What a group has of a global batch: two rows at least to each of the rest of an epoch."""
+def rows_of(groups: Sequence[Sequence[int]], group: int, rows: range, batch: int) -> list[int]:
+    """What a group has of a global batch, by its replicas: two rows at least of the rest."""
     least = 2 if len(rows) < batch else 1
-    return [rows[i] for r in members for i in shard_rows(len(rows), (r, replicas), least)]
+    for filled in reversed(range(1, len(groups) + 1)):
+        sizes = [len(members) for members in groups[:filled]]
+        cuts = [len(rows) * sum(sizes[:g]) // sum(sizes) for g in range(filled + 1)]
+        if all(stop - start >= least for start, stop in pairwise(cuts)):
+            break
+    return list(rows[cuts[group] : cuts[group + 1]]) if group < filled else []
 
 
 def by_torch(
@@ -39,7 +44,6 @@ def by_torch(
     ``halved``: all values are, after the last batch of an epoch.
     """
     x, y = blobs(examples)
-    replicas = sum(map(len, groups))
     start = mlp()
     nets = [copy.deepcopy(start) for _ in groups]
     optimizers = [INNER[inner](net.parameters()) for net in nets]
@@ -96,8 +100,8 @@ def by_torch(
         drifts_here: list[float] = []
         for first in range(0, examples, batch):
             rows = range(first, min(examples, first + batch))
-            for g, members in enumerate(groups):
-                rows_here = rows_of(members, rows, replicas, batch)
+            for g in range(len(groups)):
+                rows_here = rows_of(groups, g, rows, batch)
                 if rows_here:
                     optimizers[g].zero_grad()
                     loss = nn.functional.cross_entropy(nets[g](x[rows_here]), y[rows_here])
@@ -159,7 +163,6 @@ def sites_by_torch(
 ) -> dict[str, Any]:
     """As `by_torch`, of groups that meet in their sites, and sites that meet."""
     x, y = blobs(examples)
-    replicas = sum(map(len, groups))
     start = mlp()
     nets = [copy.deepcopy(start) for _ in groups]
     optimizers = [INNER[inner](net.parameters()) for net in nets]
@@ -199,8 +202,8 @@ def sites_by_torch(
         total, updates, near, far = 0.0, 0, 0, 0
         for first in range(0, examples, batch):
             rows = range(first, min(examples, first + batch))
-            for g, members in enumerate(groups):
-                rows_here = rows_of(members, rows, replicas, batch)
+            for g in range(len(groups)):
+                rows_here = rows_of(groups, g, rows, batch)
                 if rows_here:
                     optimizers[g].zero_grad()
                     loss = nn.functional.cross_entropy(nets[g](x[rows_here]), y[rows_here])

@@ -101,7 +101,7 @@ def by_hand(net: Net, optimizer: Optimizer, step: int, rank: int) -> None:
     if step in (3, 5):
         for parameter in net.parameters():
             parameter.grad = torch.full_like(parameter, 0.1)
-        optimizer.step()
+        type(optimizer).step(optimizer)  # without asking the strategy: all have these gradients
         optimizer.zero_grad()
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
+from tests.engine import norms
 from tests.strategies.changing_jobs import weights
 from tests.strategies.jobs import make_strategy
 
@@ -17,8 +18,8 @@ class Viewing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Conv2d(1, 3, 3)
-        self.norm = nn.BatchNorm2d(3)
+        self.first: nn.Module = nn.Conv2d(1, 3, 3)
+        self.norm: nn.Module = nn.BatchNorm2d(3)
         self.middle = nn.Linear(12, 5)
         self.norm2 = nn.BatchNorm1d(5)
         self.head = nn.Linear(5, 2)
@@ -45,6 +46,11 @@ class Seeing(nn.Linear):
 
 def model(kind: str) -> nn.Module:
     torch.manual_seed(4)
+    if kind == "own norms":
+        net = Viewing()
+        net.norm = norms.BatchNormAct2d(3)
+        net.first = nn.Sequential(net.first, norms.Instances(3), norms.Around(3))
+        return net.double()
     if kind == "sets a buffer":
         return nn.Sequential(nn.Flatten(), Seeing(), nn.Tanh(), nn.Linear(4, 2)).double()
     if kind == "spectral":

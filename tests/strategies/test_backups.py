@@ -61,6 +61,7 @@ def goes_on(replicas: Replicas, tmp_path: Path, case: Case, options: dict[str, A
     interrupted(replicas, case, tmp_path / "kept", **options)
     shutil.copytree(tmp_path / "kept", tmp_path / "other")
     again = run(replicas, case, folder=str(tmp_path / "kept"), **options)
+    assert not [*(tmp_path / "kept").iterdir()]
     for rank, (one, other) in enumerate(zip(whole, again, strict=True)):
         if servers(case):
             # What workers had not reported is in no figure of that epoch.

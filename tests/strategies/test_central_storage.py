@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.engine.divided import cut
 from spartito.errors import UserError
-from spartito.strategies.central_storage import CentralStorageStrategy, balanced, line_offsets
+from spartito.strategies.central_storage import (
+    CentralStorageStrategy,
+    balanced,
+    homeless,
+    line_offsets,
+)
 from tests.replicas import ReplicaError, Replicas
 from tests.strategies import central_jobs as jobs
 
@@ -147,3 +152,12 @@ def test_hooks_on_steps_that_would_see_a_part_are_refused(
     for text in replicas(jobs.step_with_a_hook, 2, kind, is_before):
         assert text.startswith(f"1 an {kind} with hooks on its steps under central_storage")
         assert "choose mirrored" in text
+
+
+def test_parameters_that_lie_in_shared_memory_stay_there() -> None:
+    one, other = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    homes = [(one, one.data_ptr())]
+    assert [each is other for each in homeless([one, other], homes)] == [True]
+    one.data = torch.zeros(3)
+    with pytest.raises(UserError, match="has other memory than when it was prepared"):
+        homeless([one, other], homes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,14 @@ from tests.commands import cluster_of, tf_config
 from tests.replicas import Replicas
 from tests.strategies import decoupled_jobs, local_by_torch
 from tests.strategies import local_jobs as jobs
+from tests.strategies.jobs import CLASSES
 from tests.strategies.ps_jobs import Asked
 from tests.strategies.ps_processes import Job, job
 from tests.strategies.test_contracts import close, run
 
 SMALL = {"min_shard_bytes": 16}
+GUESS = math.log(CLASSES)
+"""The loss of who knows nothing."""
 
 
 @pytest.mark.parametrize(
@@ -91,7 +95,7 @@ def test_a_group_that_is_killed_holds_up_nobody_and_joins_again(tmp_path: Path) 
         assert sum(history["merges_of_group_1"]) > 0
         assert sum(history["merged_alone"]) > 0
         assert history["rejected"] == [0.0] * asked.epochs
-        assert history["val_loss"][-1] < 0.75 * history["val_loss"][0]
+        assert history["val_loss"][-1] < 0.75 * GUESS
 
 
 def test_a_group_and_the_chief_are_killed_and_others_take_over(tmp_path: Path) -> None:
@@ -111,7 +115,8 @@ def test_a_group_and_the_chief_are_killed_and_others_take_over(tmp_path: Path) -
         applied_once(found)
         (history,) = found.result("chief 0")["histories"]
         assert history["val_loss"] == found.result("worker 1")["histories"][0]["val_loss"]
-        assert history["val_loss"][-1] < history["val_loss"][0]
+        # Not below the first one: a chief that is slow to come back evaluates all epochs late.
+        assert history["val_loss"][-1] < 0.75 * GUESS
 
 
 def test_what_is_too_old_is_done_again(tmp_path: Path) -> None:

@@ -78,6 +78,19 @@ def test_numbers_are_those_of_plain_torch(
     assert history["bytes_between_groups"] == [n * 2 * 8 * numel for n in history["meetings"]]
 
 
+@pytest.mark.parametrize("batch", [4, 8])
+def test_numbers_do_not_depend_on_the_replicas_of_a_group(replicas: Replicas, batch: int) -> None:
+    """The last batch, of one row or six, is cut among the groups first."""
+    size: dict[str, int] = {"batch": batch, "examples": 22 if batch > 4 else 21, "epochs": 2}
+    expected = local_by_torch.by_torch([[0], [1]], 3, **size)  # type: ignore[arg-type]
+    for count in 2, 4:
+        options = {"groups": 2, "every": 3}
+        case = ("local_sgd", count, options)
+        found = run(replicas, case, jobs.trained, deterministic=True, **size)
+        close(found["weights"], expected["weights"])
+        close(found["history"]["loss"], expected["loss"])
+
+
 SITES: dict[str, Any] = {"groups": [[0, 3], [1], [2]], "sites": [[0, 2], [1]], "every": [2, 4]}
 """Two groups are in the first site, of which one has two replicas."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import spartito as sp
 from spartito.mesh.collectives import Axis
 from spartito.models import GPT
-from tests.replicas import Replicas
+from tests.replicas import ReplicaError, Replicas
 from tests.strategies.jobs import blobs, mlp
 from tests.strategies.test_contracts import EXACT, close
 
@@ -404,3 +405,39 @@ def test_a_layer_that_is_exchanged_starts_with_the_chiefs_values(replicas: Repli
     (alone,) = replicas(exchanged, 1)
     close(one, other)
     assert max(abs(a - b) for a, b in zip(one, alone, strict=True)) < EXACT
+
+
+def saving_alone(folder: str) -> None:
+    """The chief saves by itself in the middle of an epoch."""
+
+    class Saves(sp.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any) -> None:
+            if self.trainer.is_chief:
+                self.trainer.save(Path(folder) / "saved")
+
+    with sp.MeshStrategy(model=2, timeout=3) as strategy:
+        net = mlp()
+        trainer = sp.Trainer(
+            net,
+            optimizer=torch.optim.SGD(net.parameters(), 0.1),
+            loss=nn.CrossEntropyLoss(),
+            strategy=strategy,
+        )
+        trainer.fit(blobs(12), epochs=1, batch_size=4, callbacks=[Saves()], verbose=0)
+
+
+def test_a_save_on_one_task_alone_is_named(replicas: Replicas, tmp_path: Path) -> None:
+    first, _ = replicas.outcomes(saving_alone, 2, str(tmp_path))
+    assert "[save]. All tasks call save, not the chief alone." in first.text
+
+
+def with_sparse_rows(model: int) -> None:
+    with sp.MeshStrategy(model=model) as strategy:
+        net = nn.EmbeddingBag(8, 4, sparse=True)
+        strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+
+
+def test_sparse_gradients_are_refused_where_tensors_are_cut(replicas: Replicas) -> None:
+    replicas(with_sparse_rows, 1, 1)
+    with pytest.raises(ReplicaError, match="UserError: sparse gradients under mesh"):
+        replicas(with_sparse_rows, 2, 2)

@@ -201,6 +201,8 @@ def test_a_killed_server_goes_on_from_its_snapshot(tmp_path: Path, bound: int | 
         assert found.record("ps 0")["lost"] == 0
         assert found.said("ps 1", f"snapshot of update 0; updates lost so far: {lost}")
         assert found.said("worker 0", r"ps 1 .* was started again: \d+ work items are done")
+        warned = found.said("worker 0", "computed with newer values of the other servers")
+        assert warned == (bound == 0)
 
 
 def test_a_server_that_dies_twice_counts_all_that_was_lost(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ SERVERS: Case = ("parameter_server", 3, {})
         "two": ("view", 26, 6),  # the last batch has two rows: on three replicas one trains
         "some": ("view", 18, 4),  # two rows, and whole batches of which one of three gets two
         "one": ("spectral", 25, 6),  # one row
+        "own": ("own norms", 26, 6),  # subclasses with forward passes of their own
     },
     LOOPS,
 )

@@ -84,7 +84,6 @@ def by_torch(
 ) -> dict[str, Any]:
     """Groups in one process; each of their updates is one of all rows of its replicas."""
     x, y = blobs(examples)
-    replicas = sum(map(len, groups))
     start, _ = made(kind)
     pairs = []
     for _ in groups:
@@ -121,19 +120,17 @@ def by_torch(
         eaten = [0.0] * len(groups)
         for step, first in enumerate(range(0, examples, batch), 1):
             rows = range(first, min(examples, first + batch))
-            for g, (members, (net, optimizer)) in enumerate(zip(groups, pairs, strict=True)):
-                parts = [rows_of([member], rows, replicas, batch) for member in members]
-                parts = [part for part in parts if part]
-                if not parts:
+            for g, (net, optimizer) in enumerate(pairs):
+                part = rows_of(groups, g, rows, batch)
+                if not part:
                     continue
                 optimizer.zero_grad()
-                weight = float(WEIGHTS[y[[i for part in parts for i in part]]].sum())
-                for part in parts:  # each replica's forward pass sees its own rows
-                    each = nn.functional.cross_entropy(
-                        net(x[part]), y[part], weight=WEIGHTS, reduction="sum"
-                    )
-                    (each / weight).backward()
-                    total += each.item()
+                weight = float(WEIGHTS[y[part]].sum())
+                each = nn.functional.cross_entropy(
+                    net(x[part]), y[part], weight=WEIGHTS, reduction="sum"
+                )
+                (each / weight).backward()
+                total += each.item()
                 optimizer.step()
                 weighed += weight
                 eaten[g] += weight

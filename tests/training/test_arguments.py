@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import pickle
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +22,19 @@ METHODS: dict[str, Any] = {
     "fit": sp.Trainer.fit,
     "evaluate": sp.Trainer.evaluate,
     "predict": sp.Trainer.predict,
+    **{
+        name: getattr(sp.callbacks, name).__init__
+        for name in ALIASES
+        if hasattr(sp.callbacks, name)
+    },
 }
 
 
 def call(name: str, **options: Any) -> Any:
     if name == "Trainer":
         return sp.Trainer(jobs.net(), **options)
+    if hasattr(sp.callbacks, name):
+        return getattr(sp.callbacks, name)(**options)
     return getattr(jobs.trainer(), name)(**options)
 
 
@@ -92,3 +103,35 @@ def test_aliases_train_as_ours_do() -> None:
         jobs.net(), optimizer=lambda p: torch.optim.SGD(p, 0.1), max_grad_norm=0
     )  # type: ignore[call-arg]
     assert without.step == 0
+
+
+def test_callbacks_take_the_names_of_keras() -> None:
+    assert call("ModelCheckpoint", filepath="x").directory == Path("x")
+    assert call("TensorBoard", log_dir="x").directory == Path("x")
+    backup = call("BackupAndRestore", backup_dir="x", save_freq="epoch")
+    assert (backup.directory, backup.every) == ("x", "epoch")
+
+
+@pytest.mark.parametrize(
+    "name", ["ckpt_{epoch:04d}", "a/{epoch}/x", "model.keras", "best.weights.h5", Path("m.pt")]
+)
+def test_a_checkpoint_is_no_file(name: str | Path) -> None:
+    with pytest.raises(UserError, match=r"it takes a folder.*\n.*ModelCheckpoint\(\"checkpoints\""):
+        sp.callbacks.ModelCheckpoint(name)
+    assert sp.callbacks.ModelCheckpoint("runs/1.5/v2.0").directory == Path("runs/1.5/v2.0")
+
+
+def test_figures_are_a_dict_and_not_unpacked() -> None:
+    figures = jobs.trainer(metrics=["accuracy"]).evaluate(jobs.data())
+    assert [*figures] == list(figures) == sorted(figures, reverse=True) == ["loss", "accuracy"]
+    assert isinstance(figures, dict)
+    assert json.loads(json.dumps(figures)) == {**figures} == dict(figures)
+    assert dict(figures.items()) == pickle.loads(pickle.dumps(figures))
+    assert copy.deepcopy(figures) == figures
+    for _ in range(100):  # also once the interpreter has specialized the code
+        with pytest.raises(UserError, match=r"then figures\['loss'\], figures\['accuracy'\]"):
+            _loss, _accuracy = figures
+    with pytest.raises(UserError, match="unpacked like a list"):
+        first, *_ = figures
+    first, _ = figures.values()
+    assert first == figures["loss"]

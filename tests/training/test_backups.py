@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -21,11 +23,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import spartito as sp
-from spartito.errors import PreemptedError, UserError
+from spartito.errors import PreemptedError, UnwritableError, UserError
 from spartito.failpoints import ENV
 from spartito.strategies import Strategy
 from spartito.strategies.coordination import SynchronousCoordination
-from spartito.training import preemption
+from spartito.training import fits, preemption
 from spartito.training.backups import LocalBackups
 from spartito.training.interval import BySeconds, interval_of
 from tests.training.jobs import data, on_replicas, trainer
@@ -109,11 +111,62 @@ def test_a_full_disk_ends_no_training(
         fill = Tell(2, lambda: full.enter_context(no_file_larger_than(LIMIT)))
         free = Tell(6, empty)
         assert fit(tmp_path / "backup", saving, fill, free, model=large).step == 8
-    assert caplog.text.count("File too large") == 1
+    assert sum(text.startswith(f"{tmp_path / 'checkpoints'}/") for text in caplog.messages) == 1
+    assert caplog.text.count("each turn is another try") in (1, 2)  # once for each folder
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000008"]
     assert saving.manager.best == tmp_path / "checkpoints" / "step-00000008"
     with no_file_larger_than(LIMIT), pytest.raises(UserError, match="File too large"):
         trainer(model=large).save(tmp_path / "asked")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_model_that_is_saved_nowhere_is_an_error(tmp_path: Path, asynchronous: bool) -> None:
+    """A disk with space for the checkpoints of the first epoch."""
+    saving = sp.callbacks.ModelCheckpoint(tmp_path / "a", asynchronous=asynchronous)
+    backup = sp.callbacks.BackupAndRestore(tmp_path / "backup", every="epoch", share=None)
+    large = nn.Sequential(nn.Linear(3, 200), nn.Tanh(), nn.Linear(200, 2)).double()
+    made = trainer(model=large)
+    with ExitStack() as full:
+
+        def fill() -> None:
+            made.wait()
+            full.enter_context(no_file_larger_than(LIMIT))
+
+        with pytest.raises(UnwritableError, match="File too large") as info:
+            made.fit(data(), epochs=3, batch_size=5, callbacks=[saving, backup, Tell(6, fill)],
+                     verbose=0)  # fmt: skip
+    where = f"the last 2 checkpoints of 12 steps could not be written into {tmp_path / 'a'}, "
+    assert f"not saved: {where}where the newest is of step 4: " in str(info.value)
+    assert (made.step, len(made.history.epoch)) == (12, 3)
+    made.save(tmp_path / "elsewhere")
+
+
+def test_a_full_disk_takes_the_history_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, folder = trainer(run_dir=tmp_path), tmp_path / "history.jsonl"
+    with ExitStack() as full:
+        fill = Tell(2, lambda: full.enter_context(no_file_larger_than(folder.stat().st_size + 9)))
+        free = sp.callbacks.LambdaCallback(on_train_end=full.close)
+        made.fit(data(), epochs=3, batch_size=5, callbacks=[fill, free], verbose=0)
+    epochs = [json.loads(line)["epoch"] for line in folder.read_text().splitlines()]
+    assert epochs == [1, 2, 3]
+    assert caplog.text.count("Training goes on without it") == 1
+
+
+def test_a_model_that_is_saved_once_is_enough(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    taken = tmp_path / "a" / "step-00000004"
+    trainer().save(taken)
+    (taken / "notes").write_text("mine")
+    saving = [sp.callbacks.ModelCheckpoint(tmp_path / name) for name in "ab"]
+    made = trainer()
+    made.fit(data(), epochs=1, batch_size=5, callbacks=saving, verbose=0)
+    assert f"{taken} cannot be replaced: notes in it is not of the checkpoint" in caplog.text
+    assert f"could not be written into {tmp_path / 'a'}, where none was written" in caplog.text
+    assert saving[1].manager.latest() is not None
+    made.fit(data(), epochs=1, batch_size=5, callbacks=saving[1], verbose=0)
 
 
 def test_backups_take_no_more_than_their_share(tmp_path: Path) -> None:
@@ -213,7 +266,7 @@ def test_backups_in_a_store(
 
     def refuse(*_: object) -> None:
         bad.trainer.wait()
-        monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_: 1 / 0)
+        monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: 1 / 0)
 
     def accept(*_: object) -> None:
         free.trainer.wait()
@@ -224,14 +277,106 @@ def test_backups_in_a_store(
     with pytest.raises(PreemptedError, match=f"goes on from {url}"):
         fit(url, bad, free, end)
     assert caplog.text.count("cannot be written: division by zero") == 1
-    names = {path.split("/")[-2] for path in files.find(str(tmp_path))}  # both may be of step 6
+    found = files.find(f"{tmp_path}/fit-1")
+    names = {path.split("/")[-2] for path in found}  # both may be of step 6
     assert (len(names), max(names)[:13]) == (2, "step-00000006")
     again = fit(url)
     assert f"going on after step 6, from {url}/fit-1/step-00000006" in caplog.text
     assert again.history == whole.history
     assert torch.equal(again.model[0].weight, whole.model[0].weight)  # type: ignore[index]
+    fits.end()
     assert not files.find(str(tmp_path))
     assert not [*tmp_path.glob("spartito-*/*")]
+
+
+def stopped_in_a_store(url: str) -> list[str]:
+    """Backups of a training that was stopped, by the files that the store has."""
+    end = Tell(5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    waits = sp.callbacks.LambdaCallback(on_train_batch_end=lambda *_: end.trainer.wait())
+    with pytest.raises(PreemptedError):
+        fit(url, end, waits)
+    return sorted(MemoryFileSystem().find(f"{url.removeprefix('memory:/')}/fit-1"))
+
+
+def test_a_store_that_cannot_be_read_begins_nothing_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("spartito.storage.remote.PAUSES", (0.0,))
+    url = f"memory://{tmp_path}"
+    before = stopped_in_a_store(url)
+    assert len(before) == 2 * 4
+    for method in ("cat_file", "get_file"):
+        with monkeypatch.context() as patched:
+            patched.setattr(MemoryFileSystem, method, lambda *_, **__: 1 / 0)
+            with pytest.raises(UserError, match=r"fit-1 cannot be read: division by zero"):
+                fit(url)
+        assert sorted(MemoryFileSystem().find(f"{tmp_path}/fit-1")) == before
+    failures = iter([OSError("503 Slow Down")])
+    read = MemoryFileSystem.cat_file
+
+    def fails_once(self: Any, path: str, *args: Any, **options: Any) -> Any:
+        for failure in failures:
+            raise failure
+        return read(self, path, *args, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", fails_once)
+    whole, again = fit(tmp_path / "whole"), fit(url)
+    assert next(failures, None) is None
+    assert again.history == whole.history
+
+
+def test_a_store_that_refuses_to_remove_is_no_reason_to_lose_a_backup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(MemoryFileSystem, "rm_file", lambda *_: 1 / 0)
+    assert len(stopped_in_a_store(f"memory://{tmp_path}")) >= 4 * 4
+    assert "older backups are left" in caplog.text
+
+
+def test_an_upload_that_never_returns_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("SPARTITO_TIMEOUT", "1")
+    never = Event()
+    monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: never.wait())
+    assert fit(f"memory://{tmp_path}").step == 8
+    assert f"memory://{tmp_path}/fit-1 cannot be written: nothing has moved for" in caplog.text
+    never.set()
+
+
+TOLD_TWICE = """
+import os, signal, sys
+import spartito as sp
+from threading import Event
+from spartito.strategies import ending
+from tests.training.jobs import data, trainer
+
+class Waits(sp.Callback):
+    def on_train_batch_end(self, batch, logs):
+        for _ in range(2):  # at the same time: a launcher and who has started it
+            os.kill(os.getpid(), signal.SIGTERM)
+        ending.SAME_SECONDS = 0.0
+        print("waiting", flush=True)
+        Event().wait()
+
+backup = sp.callbacks.BackupAndRestore(sys.argv[1], every=1)
+trainer().fit(data(), epochs=1, batch_size=3, callbacks=[Waits(), backup], verbose=0)
+"""
+
+
+def test_a_second_sigterm_ends_a_process_that_waits(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", TOLD_TWICE, str(tmp_path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "waiting\n"
+            process.terminate()
+            assert process.wait(timeout=60) == -signal.SIGTERM
+        finally:
+            process.kill()
 
 
 def test_a_worker_of_servers_comes_when_its_backup_has_gone(
@@ -256,6 +401,7 @@ def kept_in(strategy: Strategy, url: str) -> list[Any]:
         more = Tell(1, lambda trains=trains: trains or pytest.fail("it trains again"))
         made.fit(data(), epochs=2, batch_size=5, callbacks=[backup, more], verbose=0)
         found.append([asdict(made.history), made.step])
+        fits.end()
     return found
 
 
@@ -267,6 +413,7 @@ def test_all_tasks_of_a_machine_read_from_a_store(tmp_path: Path) -> None:
 
 def test_a_complete_fit_can_be_kept(tmp_path: Path) -> None:
     whole = fit(tmp_path, delete_checkpoint=False)
+    fits.end()
     again = fit(tmp_path, Tell(1, pytest.fail), delete_checkpoint=False)
     assert (again.history, again.step) == (whole.history, whole.step)
 

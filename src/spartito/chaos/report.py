@@ -11,6 +11,7 @@ from spartito.chaos.picture import kinds, picture
 from spartito.chaos.schedule import KINDS
 from spartito.chaos.suite import read_results
 from spartito.storage.atomic import write_file_atomically
+from spartito.storage.own_files import begins_with, check_own, contains
 
 PAGE, PICTURE = "survival.md", "survival.svg"
 HEAD = "| fault | task | step | ended with | seconds | again | repeated | lost | doubled | loss | |"
@@ -29,6 +30,9 @@ def write_page(out: Path) -> Path | None:
     results = read_results(out)
     if not results:
         return None
+    check_own(
+        out, {PICTURE: contains("What jobs survive"), PAGE: begins_with("![What jobs survive](")}
+    )
     write_file_atomically(out / PICTURE, picture({"": results}))
     write_file_atomically(out / PAGE, f"![What jobs survive]({PICTURE})\n\n{page(results)}")
     return out / PAGE

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from spartito.chaos.inside import FAULTS
 from spartito.chaos.judge import Record, Setup, Verdict, judge
 from spartito.chaos.machines import machines_for, on_machines
 from spartito.chaos.sandbox import Sandbox, sandbox
@@ -28,6 +29,7 @@ from spartito.chaos.schedule import (
     needs_network,
     written,
 )
+from spartito.chaos.spare_data import spare_data
 from spartito.chaos.traces import read_traces
 from spartito.chaos.trial import LOG, Outcome, Run, Start, run
 from spartito.errors import UserError
@@ -43,6 +45,7 @@ from spartito.names import (
     nearest,
 )
 from spartito.registry import StrategyInfo, strategy_info, strategy_names
+from spartito.storage.own_files import begins_with, check_own
 
 NOT_INHERITED = ("TF_CONFIG", "RANK", "WORLD_SIZE", ENV_STRATEGY, ENV_STRATEGY_OPTIONS, ENV_RUN_DIR)
 RESULTS, ENDED, OUT = "results.jsonl", "ended.json", "run"
@@ -157,12 +160,18 @@ def survive(suite: Suite) -> int:
     Raises:
         UserError: the job does not run without faults either.
     """
+    check_own(suite.out, {RESULTS: begins_with('{"strategy": ')})
     suite.out.mkdir(parents=True, exist_ok=True)
     end = math.inf if suite.minutes is None else time.monotonic() + 60 * suite.minutes
     reaper = Reaper()
     before = signal.signal(signal.SIGTERM, _stop)
     try:
-        with sandbox(suite.out / "temporary") as where:
+        with (
+            spare_data(suite.program.arguments, suite.data, suite.sample, suite.out) as spare,
+            sandbox(suite.out / "temporary") as where,
+        ):
+            program = replace(suite.program, arguments=spare.arguments)
+            suite = replace(suite, program=program, data=spare.data, sample=spare.sample)
             for name in suite.strategies:
                 under = _Under(suite, strategy_info(name), where, reaper, end)
                 under.all_cells()
@@ -305,7 +314,7 @@ class _Under:
 
     def _cell(self, schedule: Schedule, reference: Record) -> Verdict:
         folder = self.folder / written(schedule).replace("#", "-").replace(":", "-")
-        shutil.rmtree(folder, ignore_errors=True)  # of a suite that was interrupted
+        _clear(folder)
         outcomes = [self._run(folder, schedule)]
         while outcomes[-1].code != 0 and len(outcomes) <= GOES_ON_AT_MOST:
             again = self._run(folder, (), len(outcomes))
@@ -341,6 +350,15 @@ class _Under:
             return on_machines([*own, *words], env, roles, self.machines)
         counts = [f"--workers={roles.workers}", *(roles.asked.split())]
         return {LAUNCHER: Start([*own, *counts, *words], env, self.sandbox)}
+
+
+def _clear(folder: Path) -> None:
+    """Remove the folder of a cell of a suite that was interrupted; no other folder."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / FAULTS).is_file():
+        raise UserError(
+            f"{folder} was not written by Spartito, and would be removed", "Name another --out."
+        )
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_history(out: Path) -> list[Mapping[str, Any]]:

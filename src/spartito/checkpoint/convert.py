@@ -16,6 +16,7 @@ from spartito.checkpoint.opened import MODEL, PLAIN, Opened
 from spartito.checkpoint.parts import SUFFIX, Slot, Tensors, arrange, write_slots
 from spartito.errors import UserError
 from spartito.storage.atomic import replace_durably, write_directory
+from spartito.storage.leftovers import NEW, beside
 
 Read = Callable[[str], Tensor]
 
@@ -143,7 +144,7 @@ def _write_model(out: Path, tensors: Tensors, read: Read) -> str:
 
 def _whole_file(out: Path, write: Callable[[Path], None]) -> None:
     """Have ``out`` appear when all is in it."""
-    new = out.with_name(f".{out.name}.new")
+    new = beside(out, NEW)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write(new)

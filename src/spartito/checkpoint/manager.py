@@ -6,11 +6,15 @@
             model.safetensors     the parameters under the user's own names
             optimizer.safetensors
             state.json            all that is no tensor
-            manifest.json         sizes and checksums of the files above, order, metrics, and
+            manifest.json         sizes and checksums of the files above, order, metrics, the
+                                  name and folder that it was written as and into, and
                                   {"monitor", "value"} if it was the best when it was written
 
 A writer may be killed before it gets to best.json: the newest checkpoint that was the best and is
 newer than best.json (its ``sequence`` is that of the newest checkpoint at the time) is the best.
+
+A folder may hold more than checkpoints of a manager: downloads, what a user saved by name, copies.
+Only what was written here, under the name that it still has, is ever removed.
 
 A state is a dict of sections, ``{"model": ..., "optimizer": ..., "trainer": ...}``, each a nested
 tree as `spartito.storage.pack_state` takes it; a section with tensors has its own file.
@@ -22,8 +26,7 @@ import hashlib
 import json
 import os
 import re
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,14 +37,18 @@ from spartito.failpoints import failpoint
 from spartito.log import warn
 from spartito.storage.atomic import (
     MANIFEST,
+    Manifest,
     NewerFormatError,
-    is_leftover,
+    check_writable,
+    is_whole,
     read_manifest,
+    remove_directory,
     sweep,
     verify,
     write_directory,
     write_file_atomically,
 )
+from spartito.storage.leftovers import is_leftover
 from spartito.storage.remote import is_remote
 from spartito.storage.tensors import Json, pack_state, save_tensors, unpack_state
 
@@ -153,8 +160,17 @@ def identify_checkpoint(path: str | os.PathLike[str]) -> str:
 class CheckpointManager:
     """The checkpoints under one directory; one process at a time writes there."""
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int | None = None) -> None:
-        """``keep`` is how many of the newest stay, all when None; the best stays besides."""
+    def __init__(
+        self, directory: str | os.PathLike[str], keep: int | None = None, alone: bool = False
+    ) -> None:
+        """Nothing is read or written yet.
+
+        Args:
+            directory: Where they are.
+            keep: How many of the newest stay, all when None; the best stays besides.
+            alone: Whether the directory is for these alone: then those that came with it from
+                elsewhere, or were written by an earlier version, are ours too.
+        """
         if keep is not None and keep < 1:
             raise UserError(
                 f"keep is {keep}, and at least 1 checkpoint must stay", "keep=None: all"
@@ -166,6 +182,7 @@ class CheckpointManager:
             )
         self.directory = Path(directory)
         self.keep = keep
+        self.alone = alone
 
     def prepare(self) -> None:
         """Make the directory, clear what killed writers left, and try to write there.
@@ -173,8 +190,8 @@ class CheckpointManager:
         Raises `UserError` now rather than after the first epoch.
         """
         sweep(self.directory)
-        write_file_atomically(self.directory / _PROBE, "")
-        (self.directory / _PROBE).unlink(missing_ok=True)
+        check_writable(self.directory)
+        self._pointer()  # a file of that name that is none would be replaced
 
     def save(
         self,
@@ -204,7 +221,8 @@ class CheckpointManager:
             raise UserError(f"{name!r} cannot name a checkpoint: it must be a plain file name")
         sweep(self.directory)
         figures, _ = pack_state(dict(metrics or {}), "metrics")
-        about = {"sequence": self.next_sequence, "metrics": figures}
+        about: dict[str, Any] = {"sequence": self.next_sequence, "metrics": figures}
+        about[WRITTEN] = _written(self.directory / name)
         if best is not None:
             mark, _ = pack_state({"monitor": best[0], "value": best[1]}, "best")
             about["best"] = mark
@@ -218,6 +236,7 @@ class CheckpointManager:
 
     def name_best(self, best: Best) -> None:
         """Let ``best.json`` point to this one; the best is never removed."""
+        self._pointer()  # a user's own file of that name stays
         pointer = {**asdict(best), "sequence": self.next_sequence - 1}
         write_file_atomically(self.directory / BEST, json.dumps(pointer) + "\n")
 
@@ -233,22 +252,33 @@ class CheckpointManager:
     def latest(self) -> Path | None:
         """The newest checkpoint whose files are all whole, or None.
 
-        A damaged one is named in the log, and the one before it is taken. One that a later version
-        has written is a `UserError`.
+        A damaged one is named in the log, and the one before it is taken. One that was saved by
+        name has no number: it is taken where there is no other. One that a later
+        version has written is a `UserError`.
         """
         paths = self.all()
+        named = []
         # One whose order is lost might have been the newest: say so before passing it by.
-        unordered = [path for path in paths if sequence_of(path) < 0]
-        for path in [*reversed(unordered), *(p for p in reversed(paths) if p not in unordered)]:
-            try:
-                verify(path)
-            except NewerFormatError:  # an older one would be silently another model
-                raise
-            except UserError as error:
-                warn("%s is passed over: %s", path.name, error)
-            else:
+        for path in reversed([path for path in paths if sequence_of(path) < 0]):
+            manifest = self._looked_at(path, read_manifest)
+            if manifest is not None and STATE in manifest.files:
+                named.append((_number(manifest.about.get("step")), path))
+        ordered = [path for path in reversed(paths) if sequence_of(path) >= 0]
+        for path in [*ordered, *(path for _, path in sorted(named, reverse=True))]:
+            if self._looked_at(path, verify) is not None:
                 return path
         return None
+
+    @staticmethod
+    def _looked_at(path: Path, look: Callable[[Path], Manifest]) -> Manifest | None:
+        """What ``look`` finds there; None for a damaged one, which is named in the log."""
+        try:
+            return look(path)
+        except NewerFormatError:  # an older one would be silently another model
+            raise
+        except UserError as error:
+            warn("%s is passed over: %s", path.name, error)
+            return None
 
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """The state in ``path``, which is a directory or the name of one of ours."""
@@ -278,7 +308,10 @@ class CheckpointManager:
         except (FileNotFoundError, NotADirectoryError):
             return None, -1
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{file} cannot be understood: {error}", "Remove it.") from error
+            raise UserError(
+                f"{file} is not what says which checkpoint is the best: {error}",
+                "Name another directory for checkpoints, or move it somewhere else.",
+            ) from error
 
     @property
     def best(self) -> Path | None:
@@ -295,18 +328,66 @@ class CheckpointManager:
             return []
         return [p for p in found if not is_leftover(p) and any((p / f).exists() for f in _FILES)]
 
+    def remove_all(self) -> None:
+        """Remove all that was written here, oldest first; what else is in the folder stays."""
+        for path in self._mine():
+            remove_directory(path)
+
+    def _mine(self) -> list[Path]:
+        """Those that this manager may remove, oldest first."""
+        is_ours = moved_here if self.alone else written_here
+        return [path for path in self.all() if is_ours(path)]
+
     def _remove_oldest(self, newest: Path) -> None:
+        """Remove what `keep` newer ones have followed, of those that were written here.
+
+        Only those whose files are all there count: a damaged one pushes out no good one.
+        """
         if self.keep is None:
             return
+        mine = self._mine()
+        followed = [path for path in mine if is_whole(path)][-self.keep :]
+        if len(followed) < self.keep:
+            return
         stay = {newest, self.best}
-        for path in self.all()[: -self.keep]:
+        for path in mine[: mine.index(followed[0])]:
             if path not in stay:
                 failpoint("checkpoint.before_remove")
-                shutil.rmtree(path, ignore_errors=True)
+                remove_directory(path)
 
 
 _FILES = (MANIFEST, STATE, f"model{SUFFIX}")
-_PROBE = ".writable"
+
+WRITTEN = "written"
+"""What a manifest says of where it was written: a copy elsewhere is somebody's own."""
+
+
+def _written(path: Path) -> dict[str, str]:
+    """The name of a checkpoint, and a mark of its folder, which tells nobody where that is."""
+    folder = os.path.realpath(path.parent)
+    return {"name": path.name, "folder": hashlib.sha256(folder.encode()).hexdigest()[:16]}
+
+
+def written_here(path: Path) -> bool:
+    """Whether a manager of this folder wrote ``path``, under the name that it has."""
+    try:
+        return not path.is_symlink() and read_manifest(path).about.get(WRITTEN) == _written(path)
+    except UserError:
+        return False
+
+
+def moved_here(path: Path) -> bool:
+    """Whether a manager wrote ``path`` under the name that it has, wherever the folder was then."""
+    try:
+        about = read_manifest(path).about
+        mark = about.get(WRITTEN) or {"name": path.name}  # an earlier version wrote none
+        return not path.is_symlink() and "sequence" in about and mark["name"] == path.name
+    except (UserError, TypeError, KeyError):
+        return False
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else -1
 
 
 def sequence_of(path: Path) -> int:

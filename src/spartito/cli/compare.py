@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -108,8 +109,9 @@ def compare(
 
     Example: spartito compare mnist --workers 2 --ps 1 --epochs 5 --goal val_accuracy=0.95
     """
-    from spartito.comparison.plan import containers_for, make_plan
+    from spartito.comparison.plan import ENV_THREADS, containers_for, make_plan
     from spartito.comparison.run import compare_strategies
+    from spartito.device import available_cores
 
     plan = make_plan(
         target,
@@ -128,5 +130,6 @@ def compare(
         seed=seed,
         out=out,
         containers=containers_for(on, Compose(**taken_from(Compose, given))),
+        cores=None if ENV_THREADS in os.environ else available_cores(),
     )
     raise typer.Exit(compare_strategies(plan))

@@ -13,13 +13,14 @@ import typer
 
 from spartito.cli.options import Json, job_of, number, taken_from, typed, with_options
 from spartito.errors import UserError
+from spartito.launch.earlier import vacate
 from spartito.launch.functions import OF_FILES
 from spartito.launch.hosts.job import Hosts
 from spartito.launch.job import JobSpec, Launcher, Program
 from spartito.launch.local import Local
 from spartito.launch.on_ray.job import OnRay
 from spartito.launch.processes import Processes
-from spartito.names import PRECISIONS, RECIPES, nearest, new_run_folder
+from spartito.names import ENV_RUN_DIR, PRECISIONS, RECIPES, nearest, new_run_folder
 
 
 def _precision(text: str) -> str:
@@ -68,6 +69,10 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the run folder's newest checkpoint.")
     ] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Move an earlier run in --out aside, and begin anew."),
+    ] = False,
     json: Json = False,
     **given: Any,
 ) -> None:
@@ -89,9 +94,14 @@ def train(
     arguments += [name for name, on in {"--resume": resume, "--json": json}.items() if on]
     job = job_of(Program(recipe, tuple(arguments), "recipe"), given)
     alone = given["hosts"] is not None or joined(os.environ) is None
-    if job.out is None and not resume and alone:
+    if resume and overwrite:
+        raise UserError("--resume and --overwrite exclude each other", "Leave one out.")
+    if alone and not resume:
         # All tasks start here: all get the one name.
-        job = replace(job, out=Path(new_run_folder(recipe)))
+        named = job.out or os.environ.get(ENV_RUN_DIR) or new_run_folder(recipe)
+        job = replace(job, out=Path(named))
+        if aside := vacate(Path(named), overwrite, os.environ):
+            print(f"spartito: the earlier run is in {aside} now", file=sys.stderr, flush=True)
     raise typer.Exit(launcher_of(given, result=json).start(job))
 
 

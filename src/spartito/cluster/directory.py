@@ -109,11 +109,11 @@ class Card(msgspec.Struct, frozen=True):
                 raise
             return None
         except ValueError:
-            return None  # not ours: a task that comes writes over it
+            return None  # not ours
 
     def write(self, path: Path) -> None:
         """Put it into ``path`` at once: no reader sees a half of it."""
-        part = path.with_name(f".{path.name}.{self.token}")
+        part = path.with_name(f".spartito-new-{self.token}-{path.name}")
         part.write_bytes(msgspec.json.encode(self))
         part.replace(path)
 
@@ -139,6 +139,7 @@ def _join(
     others = [other for other in expected if other != task]
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _check_own(_path(folder, task))
         card.write(_path(folder, task))
         while True:
             cards = {other: Card.read(_path(folder, other)) for other in others}
@@ -166,6 +167,15 @@ def _join(
             f"{VARIABLE}={str(folder)!r} cannot be used: {error.strerror}",
             "Give a directory that all tasks can write to.",
         ) from error
+
+
+def _check_own(path: Path) -> None:
+    """Refuse to write over a file that no task has written."""
+    if path.is_file() and path.stat().st_size and Card.read(path) is None:
+        raise UserError(
+            f"{path} was not written by Spartito, and would be replaced",
+            f"Name another folder by {VARIABLE}.",
+        )
 
 
 def _path(folder: Path, task: Task) -> Path:

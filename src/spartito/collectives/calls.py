@@ -41,6 +41,7 @@ PURPOSES = (
     "gather",
     "data",
     "parameter without its module",
+    "close",
 )
 DTYPES = (
     torch.float32,
@@ -56,6 +57,8 @@ DTYPES = (
     torch.complex64,
     torch.complex128,
 )
+BY_ALL = ("prepare", "evaluate", "predict", "save", "load", "reduce", "gather")
+"""Purposes that are calls of the user's."""
 _OPERATION = {name: code for code, name in enumerate(OPERATIONS)}
 _PURPOSE = {name: code for code, name in enumerate(PURPOSES)}
 _DTYPE = {dtype: code for code, dtype in enumerate(DTYPES)}
@@ -91,6 +94,15 @@ def describe(tag: int) -> str:
     which = f" from rank {index}" if operation == "broadcast" else f" by reducer {index}"
     purpose = PURPOSES[tag >> 58]
     return f"{operation}{size}{which if index else ''}{f' [{purpose}]' if purpose else ''}"
+
+
+def waiting_in(tag: int) -> str:
+    """A sentence that names the call in which a task has waited in vain."""
+    if not tag:
+        return ""
+    purpose = PURPOSES[tag >> 58]
+    everybody = f" All tasks call {purpose}, not the chief alone." if purpose in BY_ALL else ""
+    return f"This task is at {describe(tag)}.{everybody} "
 
 
 @dataclass(slots=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from spartito.cluster.identity import Life
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import ClusterSpec
+from spartito.life import Life
 
 
 class Card(msgspec.Struct, frozen=True):

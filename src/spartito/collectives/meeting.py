@@ -16,7 +16,6 @@ import msgspec
 import torch.distributed as dist
 
 from spartito.cluster.endpoints import rendezvous_endpoint
-from spartito.cluster.identity import Life
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.secret import Key, key_at, warn_if_open
 from spartito.cluster.spec import ClusterSpec, is_loopback, split_address
@@ -30,6 +29,7 @@ from spartito.collectives.store import KeyValues, Membership, ask, lost_with, qu
 from spartito.collectives.torch_store import OfTorch
 from spartito.collectives.waiting import Waiting
 from spartito.errors import TaskLostError
+from spartito.life import Life
 from spartito.names import ENV_STORE
 
 _visits = Counter[int | None]()  # of this process so far: to the job's store, or a keeper's own

@@ -131,13 +131,14 @@ class ProcessGroupCollective(Collective):
         source = self._here(tensor)
         parts = [torch.empty_like(source) for _ in range(self.world_size)]
         with self._named():
-            dist.all_gather(parts, source, self.process_group)
+            dist.all_gather([*map(movable, parts)], movable(source), self.process_group)
         return [part.to(tensor.device) for part in parts]
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        return self._in_place(
-            tensor, lambda flat: dist.broadcast(flat, group=self.process_group, group_src=source)
-        )
+        def call(flat: Tensor) -> object:
+            return dist.broadcast(movable(flat), group=self.process_group, group_src=source)
+
+        return self._in_place(tensor, call)
 
     def _barrier(self) -> None:
         self.synchronize()
@@ -252,6 +253,18 @@ class ProcessGroupCollective(Collective):
 
     def _named(self) -> _Named:
         return _Named(self._liveness, self.traffic, self._half)
+
+
+MOVED = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int8, torch.uint8,
+}  # fmt: skip
+"""The dtypes that gloo and NCCL know both."""
+
+
+def movable(block: Tensor) -> Tensor:
+    """The same memory as a backend can move it: other dtypes than `MOVED` as bytes."""
+    return block if block.dtype in MOVED else block.view(-1).view(torch.uint8)
 
 
 class Scalars:

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import secrets
 import stat
 import time
@@ -24,6 +25,8 @@ from spartito.errors import UserError
 from spartito.log import warn
 
 PREFIX = "spartito-"
+_NAME = re.compile(rf"{PREFIX}[0-9a-f]{{16}}(\.\d+)?")
+"""Of a segment, and of the locks of its ranks."""
 OLD = 60.0  # seconds after which a file that nobody has locked is left over
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
 
@@ -133,7 +136,9 @@ class Segment:
 
 def sweep(directory: Path) -> None:
     """Remove the files that this user's jobs have left in ``directory``, of which nobody lives."""
-    for path in directory.glob(f"{PREFIX}*"):
+    for path in directory.iterdir():
+        if not _NAME.fullmatch(path.name):
+            continue
         with suppress(OSError):  # another's, locked, or gone meanwhile
             status = path.lstat()
             is_ours = status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode)

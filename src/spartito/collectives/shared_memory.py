@@ -26,7 +26,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from spartito.collectives.calls import encode
+from spartito.collectives.calls import encode, waiting_in
 from spartito.collectives.collective import (
     MAX_PIGGYBACKED,
     Collective,
@@ -276,8 +276,8 @@ class SharedMemoryCollective(Collective):
             raise TaskLostError(
                 f"{self.names[rank]} did not come within {self.timeout:g} s; its process lives"
                 + last_words(self.names[rank]),
-                "It may be stopped, busy elsewhere, or at another call than the others. "
-                "SPARTITO_TIMEOUT sets the limit in seconds."
+                f"{waiting_in(self.current_call.tag)}It may be stopped, busy elsewhere, or at "
+                "another call than the others. SPARTITO_TIMEOUT sets the limit in seconds."
                 + dump_stacks(f"{self.names[rank]} did not come"),
             )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from spartito.comparison.variants import ALL, Variant, read_variants
 from spartito.errors import UserError
+from spartito.folders import LOCK
 from spartito.launch.containers.launcher import Compose
 from spartito.launch.job import Program
 from spartito.launch.link import Link
@@ -24,13 +25,16 @@ SWEEPS = ("workers", "batch_size")
 PROCESSES, COMPOSE = "processes", "compose"
 RUNNERS = (PROCESSES, COMPOSE)
 """What runs the tasks of a comparison: --on."""
+ENV_THREADS = "OMP_NUM_THREADS"
+"""Says how many threads a process computes with; replicas then do not divide the cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
     """One run to come; ``sweep`` names the setting that it varies, None for those of the table.
 
-    ``repeat`` counts the runs of one setting, from 1.
+    ``repeat`` counts the runs of one setting, from 1. ``threads`` is set where the process shall
+    not have as many as it takes by itself.
     """
 
     strategy: str
@@ -41,6 +45,7 @@ class Planned:
     slow: Mapping[str, float] = field(default_factory=dict)
     repeat: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
+    threads: int | None = None
 
     @property
     def title(self) -> str:
@@ -51,6 +56,8 @@ class Planned:
     def setting(self) -> str:
         """What its repeats have in common, and no other run has; a name for a folder."""
         name = re.sub(r"[^\w.]+", "-", self.title).strip("-")
+        if self.threads is not None:
+            name += f"-threads-{self.threads}"
         if self.sweep is None:
             return name
         return f"{name}-{self.sweep.replace('_', '-')}-{getattr(self, self.sweep)}"
@@ -64,6 +71,8 @@ class Planned:
         """As progress says it: ``mirrored, 2 workers``."""
         parts = [self.title, f"{self.workers} worker{'s' if self.workers > 1 else ''}"]
         parts += [f"repeat {self.repeat}"] if self.repeat > 1 else []
+        if self.threads is not None:
+            parts.append(f"{self.threads} thread{'s' if self.threads > 1 else ''}")
         parts += [f"{self.ps} ps"] if self.ps else []
         parts += [f"batch size {self.batch_size}"] if self.batch_size is not None else []
         parts += [f"{task} at {fraction:.0%}" for task, fraction in self.slow.items()]
@@ -187,13 +196,16 @@ def make_plan(
     containers: Compose | None = None,
     link: str | None = None,
     known: Sequence[str] | None = None,
+    cores: int | None = None,
 ) -> Plan:
     """The runs for what the user typed; raises `UserError` for what cannot be.
 
     The table's runs come first, one per strategy; each sweep adds its other values. Then all of
     it is repeated, ``repeat`` times altogether, so that what disturbs the machine for a while
     does not disturb one strategy alone. Of ``all`` strategies those that ``containers`` or a
-    ``link`` do not allow are left out.
+    ``link`` do not allow are left out. With ``cores``, which the processes here divide among
+    them, one device is trained once more with as many threads as each process of the others has:
+    threads that wait for one another are another thing than processes that do.
     """
     program = _program(target, arguments)
     chosen = read_variants(strategies, strategy_names() if known is None else known)
@@ -236,7 +248,9 @@ def make_plan(
         )
         for one, info in zip(chosen, infos, strict=True)
     ]
-    runs = table + [run for sweep in wanted for run in _added(table, sweep, wanted[sweep])]
+    here = None if containers or line else cores
+    runs = _with_few_threads(table, workers, here)
+    runs += [run for sweep in wanted for run in _added(table, sweep, wanted[sweep])]
     slow = list(slow)
     if containers is not None and slow:
         raise UserError(
@@ -244,7 +258,7 @@ def make_plan(
             "Give them one by one, as --cpus 1,0.25.",
         )
     folder = out or Path("runs") / f"compare-{Path(target).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if folder.is_dir() and any(folder.iterdir()):
+    if folder.is_dir() and any(file.name != LOCK for file in folder.iterdir()):
         raise UserError(f"--out {folder} is not empty", "Name a new folder; nothing is replaced.")
     if repeat < 1:
         raise UserError(f"--repeat {repeat} is less than 1", "1 runs everything once.")
@@ -261,6 +275,22 @@ def make_plan(
         left_out,
         line,
     )
+
+
+def _with_few_threads(table: Sequence[Planned], workers: int, cores: int | None) -> list[Planned]:
+    """``table``, and behind one device the same with as many threads as each other process has."""
+    fewer = None if cores is None else max(1, cores // workers)
+    if fewer == cores or all(run.workers == 1 for run in table):
+        return list(table)
+    return [
+        one
+        for run in table
+        for one in (
+            (run, replace(run, threads=fewer))
+            if run.workers == 1 and _most(run) == 1 and run.threads is None
+            else (run,)
+        )
+    ]
 
 
 def _program(target: str, arguments: Sequence[str]) -> Program:

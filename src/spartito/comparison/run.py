@@ -20,9 +20,11 @@ from typing import IO, Any, BinaryIO, Protocol
 
 from spartito.cluster.resolver import check_alone
 from spartito.comparison.containers import ContainerRunner
-from spartito.comparison.plan import Launch, Plan, Planned
+from spartito.comparison.load import load_between, read_load
+from spartito.comparison.plan import ENV_THREADS, Launch, Plan, Planned
 from spartito.device import available_cores
 from spartito.errors import UserError
+from spartito.folders import hold, release
 from spartito.launch.linked import machines_on
 from spartito.launch.output import LineCutter, binary
 from spartito.launch.pause import pausing
@@ -36,6 +38,9 @@ NOT_INHERITED = ("TF_CONFIG", ENV_STRATEGY, ENV_STRATEGY_OPTIONS, ENV_RUN_DIR, E
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 KEPT_LINES = 15
 """Lines of a failed run's stderr that its row shows."""
+
+ALL_DIVERGED = 3
+"""The exit code where every run diverged: none failed, and none can be chosen."""
 
 READ_SIZE = 1 << 16
 LAST_WORDS = 5.0
@@ -73,6 +78,8 @@ class ProcessRunner:
         """As `Runner.prepare`: ``spartito run``."""
         folder = (self.plan.out / planned.folder).resolve()
         own = {ENV_RUN_DIR: str(folder), **self.plan.environment}
+        if planned.threads is not None:
+            own[ENV_THREADS] = str(planned.threads)
         return Launch(command(self.plan, planned), own)
 
 
@@ -80,10 +87,11 @@ def compare_strategies(plan: Plan, env: Mapping[str, str] | None = None) -> int:
     """Run all of ``plan`` in its order; returns the exit code.
 
     ``compare.json`` is written after every run, ``compare.html`` at the end. 0 when all went
-    well, 1 when a run failed (the others are run all the same), 128 + n when signal n stopped
-    us. Raises `UserError` when the goal names a figure that no run reports: after the first
-    run, whose results are kept; and before the first one for containers that cannot be, and in
-    a process that is one of several tasks. Must be called from the main thread.
+    well, 1 when a run failed or did not finish (the others are run all the same), 3 when all
+    diverged, 128 + n when signal n stopped us. Raises `UserError` when the goal names a figure
+    that no run reports: after the first run, whose results are kept; and before the first one
+    for containers that cannot be, and in a process that is one of several tasks. Must be called
+    from the main thread.
     """
     variables = os.environ if env is None else env
     check_alone(variables, "spartito compare")
@@ -97,6 +105,7 @@ def compare_strategies(plan: Plan, env: Mapping[str, str] | None = None) -> int:
     results = _Results(plan, runner)
     for why in plan.left_out:
         _say(why)
+    hold(plan.out, "comparisons", plan)
     reaper = Reaper()
     try:
         with _Stop().handled() as stop:
@@ -109,6 +118,7 @@ def compare_strategies(plan: Plan, env: Mapping[str, str] | None = None) -> int:
             results.show()
     finally:
         reaper.close()
+        release(plan)
     if stop.number is not None:
         _say(f"stopped by {stop.number.name} after {len(results.runs)} of {len(plan.runs)} runs")
         return 128 + stop.number
@@ -167,8 +177,21 @@ class _Results:
 
     @property
     def exit_code(self) -> int:
-        """1 when a run failed."""
-        return int(any(run["error"] is not None for run in self.runs))
+        """1 when a run failed or did not finish, 3 when none did and all diverged."""
+        from spartito.comparison.report.outcome import DIVERGED, FAILED, UNFINISHED
+
+        states = self._states()
+        if not {FAILED, UNFINISHED}.isdisjoint(states):
+            return 1
+        return ALL_DIVERGED if states and set(states) == {DIVERGED} else 0
+
+    def _states(self) -> list[str]:
+        """How each run ended."""
+        from spartito.comparison.report.results import comparison
+
+        return [
+            comparison({**self.record, "runs": [run]}).all_runs[0].ended.state for run in self.runs
+        ]
 
     @property
     def record(self) -> dict[str, Any]:
@@ -203,6 +226,7 @@ class _Results:
                 "options": dict(planned.options),
                 "workers": planned.workers,
                 "ps": planned.ps,
+                "threads": planned.threads,
                 "batch_size": planned.batch_size or fit.get("batch_size"),
                 "sweep": planned.sweep,
                 "slow": {task.replace(":", " "): part for task, part in planned.slow.items()},
@@ -240,9 +264,20 @@ class _Results:
         page = write_comparison_page(self.plan.out)
         print(f"\n{table(found)}\n", *sentences(found), f"\ncomparison {page}", sep="\n")
         sys.stdout.flush()
-        failed = [run["run"] for run in self.runs if run["error"] is not None]
-        if failed:
-            _say(f"{len(failed)} of {len(self.runs)} runs failed: {', '.join(failed)}")
+        from spartito.comparison.report.outcome import DONE, UNFINISHED
+
+        for state, runs in _by_state(self.runs, self._states()).items():
+            if state != DONE:
+                verb = "did not finish" if state == UNFINISHED else state
+                _say(f"{len(runs)} of {len(self.runs)} runs {verb}: {', '.join(runs)}")
+
+
+def _by_state(runs: Sequence[Mapping[str, Any]], states: Sequence[str]) -> dict[str, list[str]]:
+    """The names of the runs by how they ended."""
+    found: dict[str, list[str]] = {}
+    for run, state in zip(runs, states, strict=True):
+        found.setdefault(state, []).append(run["run"])
+    return found
 
 
 def command(plan: Plan, planned: Planned) -> list[str]:
@@ -271,7 +306,7 @@ def _run(
 ) -> dict[str, Any]:
     """One run from its start to its end: seconds, exit code, and its error if it failed."""
     launch = runner.prepare(planned)
-    began = time.monotonic()
+    began, before = time.monotonic(), read_load()
     popen = subprocess.Popen(
         launch.command,
         env={**base, **launch.environment},
@@ -302,7 +337,10 @@ def _run(
     if code != 0:
         said = b"".join(list(last)).decode(errors="replace").strip()
         error = said or f"it ended with exit code {code} and said nothing"
-    return {"seconds": time.monotonic() - began, "exit_code": code, "error": error}
+    found = {"seconds": time.monotonic() - began, "exit_code": code, "error": error}
+    # What containers compute is not counted as ours: who else was busy cannot be told there.
+    load = None if launch.mixed else load_between(before, read_load())
+    return found if load is None else {**found, "load": load.record()}
 
 
 def _pass_on(source: IO[bytes], ours: BinaryIO, kept: deque[bytes]) -> None:

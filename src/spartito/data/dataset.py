@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from spartito.data.collate import collate
 from spartito.data.memory import Arrays
-from spartito.data.order import DataShard, part_rows, shard_rows, steps
+from spartito.data.order import DataShard, group_rows, part_rows, shard_rows, steps
 from spartito.data.source import BatchStream, ExampleStream, GatherSource, PerWorker, Source
 from spartito.data.transforms import RandomTransform
 from spartito.errors import UserError
@@ -53,6 +53,8 @@ class Dataset:
         batch_sampler: Draws the indices of each global batch, in place of shuffle and batch.
         processes: A torch loader whose worker processes read the examples.
         least: The fewest rows that a replica with rows gets of a whole batch.
+        groups: The data shards of each group that trains apart from the others; a batch is cut
+            among groups first.
     """
 
     source: Origin
@@ -72,6 +74,7 @@ class Dataset:
     batch_sampler: Iterable[Sequence[int]] | None = field(default=None, repr=False)
     processes: DataLoader[Any] | None = field(default=None, repr=False)
     least: int = 1
+    groups: tuple[tuple[int, ...], ...] = ()
 
     def map(self, function: Transform) -> Dataset:
         """Change every example (before ``.batch``) or every local batch (after it).
@@ -236,6 +239,8 @@ class Dataset:
             return shard_rows(-(-size // shard[1]) * shard[1], shard)
         is_rest = self.batch_size is not None and size < self.batch_size
         least = 2 if is_rest else self.least
+        if self.groups:
+            return group_rows(size, shard[0], self.groups, least)
         return part_rows(shard_rows(size, shard, least), member, least)
 
     def __len__(self) -> int:

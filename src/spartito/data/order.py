@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
 import numpy as np
 import numpy.typing as npt
 
@@ -35,6 +38,24 @@ def part_rows(rows: range, part: DataShard, least: int = 1) -> range:
         return rows
     own = shard_rows(len(rows), part, least)
     return range(rows.start + own.start, rows.start + own.stop)
+
+
+def group_rows(size: int, index: int, groups: Sequence[Sequence[int]], least: int = 1) -> range:
+    """The offsets that data shard ``index`` has where the shards of each group train together.
+
+    The batch is cut among the groups first, by how many shards they have, so what a group sees
+    does not depend on how it divides that. The first groups have rows, as many as can have
+    ``least`` each.
+    """
+    own = next(number for number, members in enumerate(groups) if index in members)
+    edges = [0, *accumulate(len(members) for members in groups)]
+    for filled in range(len(groups), 0, -1):
+        cuts = [size * edge // edges[filled] for edge in edges[: filled + 1]]
+        if filled == 1 or all(stop - start >= least for start, stop in pairwise(cuts)):
+            break
+    start, stop = cuts[min(own, filled)], cuts[min(own + 1, filled)]
+    position = groups[own].index(index)
+    return part_rows(range(start, stop), (position, len(groups[own])), least)
 
 
 def steps(count: int, batch_size: int, drop_remainder: bool) -> int:

@@ -7,16 +7,21 @@ unlike E[x^2] - E[x]^2 it loses no digits where the mean is large.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from spartito.collectives.collective import Collective
-from spartito.engine.context import current
+from spartito.engine.context import StepContext, current
+from spartito.errors import UserError
 
 
 class _SyncNormalize(torch.autograd.Function):
@@ -74,39 +79,177 @@ class _SyncNormalize(torch.autograd.Function):
         )
 
 
+def _normalized(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, context: StepContext
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output, and mean, variance and count over all replicas, by channel."""
+    counts = bool(len(context.offsets))  # else these rows are spare ones
+    output, mean, variance, count = _SyncNormalize.apply(  # type: ignore[no-untyped-call]
+        input, weight, bias, eps, context.collective, counts
+    )
+    here = input.numel() // input.shape[1] if counts else 0
+    if here <= 1 and count.item() == 1:  # as torch says on one device
+        raise ValueError(
+            "Expected more than 1 value per channel when training, got 1 over all replicas"
+        )
+    return output, mean, variance, count
+
+
+@torch.no_grad()
+def _follow(
+    running: tuple[Tensor | None, Tensor | None],
+    mean: Tensor,
+    variance: Tensor,
+    count: Tensor,
+    momentum: float,
+) -> None:
+    """Move the running mean and variance towards those of a batch, if anybody had rows."""
+    unbiased = variance * (count / (count - 1).clamp(min=1))
+    for statistic, value in zip(running, (mean, unbiased), strict=True):
+        if statistic is not None and count:
+            statistic.lerp_(value.to(statistic.dtype), momentum)
+
+
 class SynchronizedForward:
     """The forward pass that the synchronized classes share."""
 
     def forward(self: Any, input: Tensor) -> Any:
         """Normalize ``(batch, channels, ...)``; over all replicas inside a training step."""
-        context = current()
-        if context is None or not self.training or context.collective.world_size == 1:
+        context = _shared(self)
+        if context is None:
             return super().forward(input)  # type: ignore[misc]
         self._check_input_dim(input)
-        counts = bool(len(context.offsets))  # else these rows are spare ones
-        output, mean, variance, count = _SyncNormalize.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.eps, context.collective, counts
+        output, mean, variance, count = _normalized(
+            input, self.weight, self.bias, self.eps, context
         )
-        if not count:  # nobody here has a row: what is computed counts for nothing
-            return output
-        here = input.numel() // input.shape[1] if counts else 0
-        if here <= 1 and count.item() <= 1:  # as torch says on one device
-            raise ValueError(
-                "Expected more than 1 value per channel when training, got 1 over all replicas"
-            )
-        if self.track_running_stats:
-            self._follow(mean, variance, count)
+        if count and self.track_running_stats:  # else what is computed counts for nothing
+            self.num_batches_tracked.add_(1)
+            momentum = self.momentum
+            if momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
+            _follow((self.running_mean, self.running_var), mean, variance, count, momentum)
         return output
 
-    @torch.no_grad()
-    def _follow(self: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        self.num_batches_tracked.add_(1)
-        momentum = self.momentum
-        if momentum is None:
-            momentum = 1.0 / float(self.num_batches_tracked)
-        unbiased = variance * (count / (count - 1).clamp(min=1))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """Copied and pickled by its own class, which is synchronized again."""
+        every = type(self).__mro__
+        kind = every[every.index(SynchronizedForward) + 1]
+        return _again, (kind,), {**self.__dict__}
+
+
+class SynchronizedCalls(SynchronizedForward):
+    """A norm with a forward pass of its own, in which torch's functions see all replicas' rows."""
+
+    def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What the class computes; its calls of `batch_norm` in a training step are global."""
+        context = _shared(self)
+        if context is None:
+            return super(SynchronizedForward, self).forward(input, *args, **kwargs)  # type: ignore[misc]
+        counts = len(context.offsets)
+        before = [] if counts else [(each, each.clone()) for each in self.buffers(recurse=False)]
+        with _SynchronizedFunctions(self, input, context) as calls:
+            output = super(SynchronizedForward, self).forward(input, *args, **kwargs)  # type: ignore[misc]
+        if not calls.count:  # nobody has a row, or no statistics were taken
+            for buffer, value in before:
+                buffer.copy_(value)
+        return output
+
+
+class _SynchronizedFunctions(TorchFunctionMode):
+    """Inside of it the functions of torch that normalize over a batch do so over all replicas."""
+
+    def __init__(self, module: Any, input: Tensor, context: StepContext) -> None:
+        super().__init__()
+        self._module, self._shape, self._context = module, input.shape, context
+        self._calls = 0
+        self.count = 0.0
+        """Rows over all replicas in the last call that took statistics."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        signature = _FUNCTIONS.get(func)
+        if signature is None:
+            return func(*args, **kwargs)
+        found = signature.bind(*args, **kwargs)
+        found.apply_defaults()
+        given = found.arguments
+        if not given.get("training", given.get("use_input_stats")):
+            return func(*args, **kwargs)
+        if func in _BY_INSTANCE:
+            return self._by_instance(func, found)
+        input: Tensor = given["input"]
+        self._check(input.shape, given["running_mean"], given["weight"])
+        output, mean, variance, count = _normalized(
+            input, given["weight"], given["bias"], given["eps"], self._context
+        )
+        running = given["running_mean"], given["running_var"]
+        _follow(running, mean, variance, count, given["momentum"])
+        self.count = float(count)
+        return output
+
+    def _check(self, shape: torch.Size, *of_channels: Tensor | None) -> None:
+        """Refuse what mixes rows of the batch in another way than over all of them."""
+        # On a mesh a module's tensors are a part of num_features.
+        here = (len(each) for each in of_channels if each is not None)
+        channels, rest = next(here, self._module.num_features), shape[1:]
+        is_part = rest == self._shape[1:] and shape[0] != self._shape[0]
+        if shape[1] != channels or is_part or self._calls:
+            raise UserError(
+                f"{name_of(self._module)} normalizes {tuple(shape)} of its input "
+                f"{tuple(self._shape)}, and not all rows together: it cannot be synchronized",
+                "Parts of a replica's rows are others than parts of the whole batch. Take a norm "
+                "over all rows, or one without a batch, as GroupNorm.",
+            )
+        self._calls += 1
+
+    def _by_instance(self, func: Any, found: inspect.BoundArguments) -> Any:
+        """Instances are normalized by themselves; the running statistics are their mean."""
+        given = found.arguments
+        output = func(*found.args, **found.kwargs)
+        running = [s for s in (given["running_mean"], given["running_var"]) if s is not None]
+        if running:
+            rows = len(self._context.offsets) and given["input"].shape[0]
+            self.count = _average(running, rows, self._context.collective)
+        return output
+
+
+@torch.no_grad()
+def _average(tensors: Sequence[Tensor], rows: int, collective: Collective) -> float:
+    """The means over all replicas, weighted by rows, in place; returns how many rows there are."""
+    flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
+    parts = collective.all_gather(torch.cat([flat.new_tensor([rows]), flat]))
+    count = sum(float(part[0]) for part in parts)
+    if count:
+        mean = torch.stack([part[1:] * (part[0] / count) for part in parts if part[0]]).sum(0)
+        for tensor, value in zip(tensors, mean.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(value.view_as(tensor))
+    return count
+
+
+def _shared(module: Any) -> StepContext | None:
+    """The step that runs, if ``module`` takes statistics of it and others have a part of them."""
+    context = current()
+    if context is None or not module.training or context.collective.world_size == 1:
+        return None
+    return context
+
+
+def _raw(*names: str) -> inspect.Signature:
+    """The signature of one of torch's built-in functions."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Signature([inspect.Parameter(name, kind) for name in names])
+
+
+_BUILT_IN = ("input", "weight", "bias", "running_mean", "running_var")
+_FUNCTIONS: dict[Any, inspect.Signature] = {
+    F.batch_norm: inspect.signature(F.batch_norm),
+    F.instance_norm: inspect.signature(F.instance_norm),
+    torch.batch_norm: _raw(*_BUILT_IN, "training", "momentum", "eps", "cudnn_enabled"),
+    torch.instance_norm: _raw(*_BUILT_IN, "use_input_stats", "momentum", "eps", "cudnn_enabled"),
+}
+_BY_INSTANCE = (F.instance_norm, torch.instance_norm)
 
 
 class SyncBatchNorm1d(SynchronizedForward, nn.BatchNorm1d):
@@ -126,22 +269,52 @@ _SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm2d: SyncBatchNorm2d,
     nn.BatchNorm3d: SyncBatchNorm3d,
 }
+_NAME = "_spartito_name"
 
 
 def synchronize_batchnorm(model: nn.Module) -> None:
-    """Make every BatchNorm of ``model`` one over the global batch, in place.
+    """Make every norm of ``model`` that takes statistics of a batch take those of the global one.
 
-    Names, state and ``isinstance(module, nn.BatchNorm2d)`` stay as they are.
+    In place: names, state and ``isinstance(module, nn.BatchNorm2d)`` stay as they are. Subclasses
+    keep their own forward pass.
     """
-    for module in model.modules():
-        synchronized = _SYNCHRONIZED.get(type(module))
-        if synchronized is not None:
-            module.__class__ = synchronized
+    for name, module in model.named_modules():
+        if takes_statistics(module) and not isinstance(module, SynchronizedForward):
+            module.__dict__[_NAME] = name
+            module.__class__ = _synchronized(type(module))
+
+
+def takes_statistics(module: nn.Module) -> bool:
+    """Whether ``module`` is one of torch's norms over batches, or keeps the mean of instances."""
+    if not isinstance(module, _NormBase) or any(map(is_lazy, module.parameters())):
+        return False
+    return isinstance(module, _BatchNorm) or module.track_running_stats
+
+
+def _synchronized(kind: Any) -> Any:
+    """``kind`` over the global batch; with torch's own forward pass it needs no look at calls."""
+    found = _SYNCHRONIZED.get(kind)
+    if found is None:
+        is_plain = kind.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+        bases = (SynchronizedForward if is_plain else SynchronizedCalls, kind)
+        body = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+        found = _SYNCHRONIZED[kind] = type(kind.__name__, bases, body)
+    return found
+
+
+def _again(kind: Any) -> Any:
+    """An empty module of the synchronized ``kind``, whose state comes later."""
+    return (found := _synchronized(kind)).__new__(found)
+
+
+def name_of(module: nn.Module) -> str:
+    """The class of a synchronized norm, and where it is in its model."""
+    return f"{type(module).__name__} {module.__dict__.get(_NAME, '')!r}"
 
 
 def has_batchnorm(model: nn.Module) -> bool:
-    """Whether ``model`` normalizes over batches at all."""
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
+    """Whether ``model`` takes statistics of batches at all."""
+    return any(map(takes_statistics, model.modules()))
 
 
 def local_batchnorms(model: nn.Module) -> list[_BatchNorm]:
@@ -153,10 +326,19 @@ def local_batchnorms(model: nn.Module) -> list[_BatchNorm]:
     ]
 
 
+def local_norms(model: nn.Module) -> list[nn.Module]:
+    """As `local_batchnorms`, with those that keep the mean of instances."""
+    return [
+        module
+        for module in model.modules()
+        if takes_statistics(module) and not isinstance(module, SynchronizedForward)
+    ]
+
+
 @contextmanager
 def keeping_statistics(model: nn.Module) -> Iterator[None]:
     """A forward pass over spare rows, whose own statistics count for nothing."""
-    buffers = [buffer for module in local_batchnorms(model) for buffer in module.buffers()]
+    buffers = [buffer for module in local_norms(model) for buffer in module.buffers()]
     before = [buffer.clone() for buffer in buffers]
     try:
         yield
@@ -167,20 +349,23 @@ def keeping_statistics(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def average_statistics(model: nn.Module, collective: Collective) -> None:
-    """Average the running statistics of every BatchNorm over the replicas, in place."""
-    stats = [
-        buffer
-        for module in model.modules()
-        if isinstance(module, _BatchNorm)
-        for buffer in (module.running_mean, module.running_var)
-        if buffer is not None
-    ]
-    if collective.world_size == 1 or not stats:
+    """Average the running statistics of every BatchNorm over the replicas, in place.
+
+    All have counted as many batches as the first one then, which has rows of each.
+    """
+    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+    means = [b for norm in norms for b in (norm.running_mean, norm.running_var) if b is not None]
+    if collective.world_size == 1 or not means:
         return
-    flat = torch.cat([buffer.reshape(-1).double() for buffer in stats])
-    collective.all_reduce(flat).div_(collective.world_size)
-    for buffer, mean in zip(stats, flat.split([b.numel() for b in stats]), strict=True):
-        buffer.copy_(mean.view_as(buffer))
+    counts = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
+    first = float(collective.rank == 0)
+    parts = [buffer.reshape(-1).double() for buffer in (*means, *counts)]
+    parts[len(means) :] = [part * first for part in parts[len(means) :]]
+    found = collective.all_reduce(torch.cat(parts)).split([part.numel() for part in parts])
+    for buffer, total in zip(means, found, strict=False):
+        buffer.copy_((total / collective.world_size).view_as(buffer))
+    for buffer, total in zip(counts, found[len(means) :], strict=True):
+        buffer.copy_(total.view_as(buffer))
 
 
 def local_moments(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -52,11 +52,15 @@ def outliers(found: Sequence[object]) -> list[int]:
     return [rank for rank, value in enumerate(found) if value != usual]
 
 
-def different(group: Collective, ranks: Sequence[int], what: str, do: str) -> UserError:
+class DriftedError(UserError):
+    """Replicas that are to be equal are not."""
+
+
+def different(group: Collective, ranks: Sequence[int], what: str, do: str) -> DriftedError:
     """The error that names the tasks of a group which are not as the others."""
     odd = " and ".join(group.names[rank] for rank in ranks)
     rest = " and ".join(name for rank, name in enumerate(group.names) if rank not in ranks)
-    return UserError(f"the replicas have drifted apart: {odd} {what} {rest}", do)
+    return DriftedError(f"the replicas have drifted apart: {odd} {what} {rest}", do)
 
 
 OTHER_VALUES = (

@@ -216,7 +216,9 @@ class OverlappedGradients(PackedGradients):
         if not isinstance(self.compression, Whole):
             model.summing = _Summing(self.compression, collective)
         model.follow = WeakMethod(self._follow)
-        self._is_measured = False
+        self.shares = False
+        """Whether other optimizers have some of these parameters."""
+        self._is_measured = self._gave_up = False
         self._earlier: Scalars | None = None
         super().__init__(optimizer, collective)
 
@@ -230,6 +232,15 @@ class OverlappedGradients(PackedGradients):
     def before_forward(self, is_last: bool) -> None:
         """As `Gradients.before_forward`; batches that only accumulate exchange nothing."""
         self._model.synchronizes = is_last
+
+    def give_up_overlap(self) -> None:
+        """Reduce after backward from now on: another optimizer has some of these parameters too.
+
+        DDP has each gradient in memory of its own, so one of it can be in charge of a parameter.
+        """
+        self._gave_up = True
+        if self._model.is_wrapped:
+            self._plan()
 
     def _follow(self) -> None:
         """Give up DDP before a forward pass where other parameters learn than it was told."""
@@ -302,12 +313,16 @@ class OverlappedGradients(PackedGradients):
         super().clear()
         self.compression.undo()  # what was sent for no update
         self._model.averaged = False
-        if not self._is_measured:
+        if not self._is_measured or self._gave_up:
             return
-        self._packs = []
-        if not self._model.is_wrapped and self.parameters:
-            self._wrapped = [parameter for parameter in self.parameters if parameter.requires_grad]
-            frozen = len(self.parameters) - len(self._wrapped)
-            found = self.absent != frozen * self._collective.world_size
-            asked = self._finds_unused
-            self._model.wrap(self._wrapped, found if asked is None else asked)
+        if self._model.is_wrapped:
+            self._packs = []
+            return
+        learn = [parameter for parameter in self.parameters if parameter.requires_grad]
+        frozen = len(self.parameters) - len(learn)
+        found = self.absent != frozen * self._collective.world_size
+        finds = found if self._finds_unused is None else self._finds_unused
+        if not learn or (finds and self.shares):  # DDP would count what others' passes have used
+            return
+        self._packs, self._wrapped = [], learn
+        self._model.wrap(learn, finds)

@@ -80,8 +80,13 @@ class Denormals:
         for block in list(self._streams):
             self._end(block)
 
-    def _end(self, block: object) -> None:
-        """Once, and by its own thread: a garbage collector may run in any."""
+    def _end(self, block: object, over: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Once, and by its own thread: a garbage collector may run in any.
+
+        One that is still open when the interpreter ends finds no module any more.
+        """
+        if over():
+            return
         if self._streams.get(block) == threading.get_ident():
             del self._streams[block]
             _leave()

@@ -20,6 +20,8 @@ import torch.optim.optimizer as base
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from spartito.engine.stepping import asks_first, stepping
+
 Group = Mapping[str, Any]
 """One of an optimizer's ``param_groups``."""
 Lists = Sequence[Sequence[Tensor]]
@@ -156,7 +158,8 @@ class Stepper:
         kernel = kernel_of(optimizer)
         found = None if kernel is None else self._look(kernel, optimizer)
         if kernel is None or found is None:
-            optimizer.step()
+            with stepping(optimizer):
+                optimizer.step()
             return
         learns = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # torch.no_grad() is four calls of Python
@@ -273,6 +276,9 @@ def _is_torchs(step: Callable[..., Any]) -> bool:
     """Whether an optimizer's ``step`` and all that is wrapped around it come with torch."""
     layer: Any = step
     while layer is not None:
+        if asks_first(layer):  # what stands around a prepared one's, and an update goes through
+            layer = layer.__wrapped__
+            continue
         code = getattr(layer, "__code__", None)
         if code is None or Path(code.co_filename).parent != _TORCHS:
             return False

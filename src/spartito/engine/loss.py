@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from spartito.data.batch import Batch
 from spartito.data.collate import leaves, rows
+from spartito.engine.means import BeginAtLosses, divisor
 from spartito.errors import UserError
-from spartito.log import warn
 
 LossFunction = Callable[[Any, Any], Any]
 """``(output, target)`` to a loss; see `weigh` for what it may return."""
@@ -27,12 +27,13 @@ class WeightedLoss(msgspec.Struct, frozen=True):
 
     ``weight`` is what that sum is to be divided by, before those of the other replicas are added.
     It is a number where batch sizes tell it, else a 0-d tensor on the device, which nobody waits
-    for.
+    for. ``doubt`` says why the losses of several replicas make no exact mean, where they do not.
     """
 
     value: Tensor
     scale: float
     weight: float | Tensor
+    doubt: str = ""
 
     @property
     def counts(self) -> bool:
@@ -109,9 +110,7 @@ def evaluate_loss(loss: LossFunction | None, output: Any, batch: Batch) -> Any:
     and the dtype differ (labels ``(n,)`` for logits ``(n, 1)``), and an error that names both.
     """
     if loss is None:
-        value = own_loss(output)
-        _tokens.look(value, batch.data)
-        return value
+        return own_loss(output)
     target = batch.target
     if not of_torch(loss):
         return loss(output, target)
@@ -132,6 +131,43 @@ def evaluate_loss(loss: LossFunction | None, output: Any, batch: Batch) -> Any:
             f"and a target of {describe(target)}: {error}",
             "Shapes and dtypes of the model's output and the target must suit the loss.",
         ) from error
+
+
+def look(loss: LossFunction, output: Any, batch: Batch) -> WeightedLoss:
+    """What ``loss`` says of ``output``, where no gradient of it is wanted.
+
+    What it was divided by is told by a graph, so it gets one that ends at the output.
+    """
+    if of_torch(loss):
+        return weigh(evaluate_loss(loss, output, batch), batch)
+    with BeginAtLosses(batch.size), torch.enable_grad():
+        return weigh(evaluate_loss(loss, mapped(output, _attached), batch), batch)
+
+
+def _attached(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def mapped(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """As `rows`, and what knows its parts by name still does."""
+    if isinstance(data, Mapping) and type(data) is not dict:
+        parts = {name: mapped(part, function) for name, part in data.items()}
+        kind: Any = type(data)
+        try:
+            return kind(**parts)
+        except TypeError:
+            return parts
+    if isinstance(data, tuple) and hasattr(data, "_make"):
+        made: Any = data
+        return made._make(mapped(part, function) for part in data)
+    return rows(data, function)
+
+
+def look_at_own(model: nn.Module, batch: Batch) -> tuple[Any, WeightedLoss]:
+    """The output of a model that computes its loss, and that; no gradient of it is wanted."""
+    with BeginAtLosses(batch.size):
+        output = forward(model, batch.data, has_loss=False)
+        return output, weigh(own_loss(output), batch)
 
 
 def of_torch(loss: LossFunction) -> bool:
@@ -296,47 +332,15 @@ def _entry(output: Any, name: str) -> Any:
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
-class TokenWatch:
-    """Says once that a model's own mean may be one over tokens, which differ between examples."""
-
-    def __init__(self) -> None:
-        self._width = 0
-        self._left = 100  # batches that are looked at
-
-    def look(self, value: Any, data: Any) -> None:
-        """Look at a scalar that the model returned for ``data``."""
-        if not self._left or not isinstance(value, Tensor) or value.dim():
-            return
-        self._left -= 1
-        parts = [data.get("labels")] if isinstance(data, Mapping) else data
-        for labels in parts if isinstance(parts, tuple | list) else ():
-            if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point():
-                continue
-            uneven = self._width not in (0, labels.shape[1]) or self._ignores(labels)
-            self._width = labels.shape[1]
-            if uneven:
-                self._left = 0
-                warn(
-                    "the model's own loss is taken as a mean over examples, but its labels are "
-                    "not equally many in each. If it is a mean over tokens, let the model return "
-                    '{"loss": ..., "num_items": the number of tokens}, or (sum, number).'
-                )
-                return
-
-    @staticmethod
-    def _ignores(labels: Tensor) -> bool:
-        """Whether labels in the host's memory are left out; elsewhere nobody waits to see."""
-        return labels.device.type == "cpu" and bool((labels.numpy() == IGNORED).any())
-
-
 IGNORED = -100
 """The label that torch and others leave out."""
 
-_tokens = TokenWatch()
-
 
 def weigh(given: Any, batch: Batch) -> WeightedLoss:
-    """A loss as its user wrote it: a mean over examples, one per example, or ``(sum, weight)``."""
+    """A loss as its user wrote it: a mean, one per example, or ``(sum, weight)``.
+
+    A scalar is a mean over examples, or over what its graph says that it was divided by.
+    """
     if isinstance(given, tuple) and len(given) == 2:
         number = isinstance(given[1], int | float) or (
             isinstance(given[1], Tensor) and given[1].numel() == 1
@@ -356,7 +360,7 @@ def weigh(given: Any, batch: Batch) -> WeightedLoss:
             "It is a scalar mean over the examples, one value per example, or (sum, weight).",
         )
     if given.dim() == 0:
-        return WeightedLoss(given, float(batch.size), float(batch.size))
+        return _weigh_scalar(given, batch)
     if given.shape[0] != batch.size:
         raise UserError(
             f"a loss of shape {tuple(given.shape)} for {batch.size} examples",
@@ -364,6 +368,20 @@ def weigh(given: Any, batch: Batch) -> WeightedLoss:
         )
     per_example = given if given.dim() == 1 else given.flatten(1).mean(1)
     return WeightedLoss(per_example.sum(), 1.0, float(batch.size))
+
+
+def _weigh_scalar(given: Tensor, batch: Batch) -> WeightedLoss:
+    size = float(batch.size)
+    found = divisor(given, batch.size)
+    if found is None:
+        return WeightedLoss(given, size, size)
+    if found.is_sum:  # the parts of a global batch weigh 1 together
+        return WeightedLoss(given, 1.0, size / (batch.global_size or size or 1.0))
+    weight = found.weight
+    if not isinstance(weight, Tensor):
+        return WeightedLoss(given, weight, weight, found.doubt)
+    total = torch.where(weight > 0, given * weight, 0.0)  # a mean over nothing is NaN
+    return WeightedLoss(total, 1.0, weight, found.doubt)
 
 
 def describe(value: Any) -> str:

@@ -79,6 +79,23 @@ def check_initialized(model: nn.Module) -> None:
         )
 
 
+LOADING = "trainer.load(path), or in a loop of your own strategy.load(path) after prepare"
+"""How a checkpoint comes into a model that a strategy has."""
+
+DIVIDED = "_spartito_divided"
+"""An attribute of modules whose parameters an earlier pipeline has given to several tasks."""
+
+
+def check_undivided(model: nn.Module) -> None:
+    """Refuse a model of which an earlier training has left this task some stages."""
+    if any(DIVIDED in vars(module) for module in model.modules()):
+        raise UserError(
+            f"a {type(unwrap(model)).__name__} that an earlier Trainer has divided in a pipeline: "
+            "each task has some of its stages",
+            f"Build it anew, and load what that Trainer has saved: {LOADING}.",
+        )
+
+
 def check_whole(model: nn.Module) -> None:
     """Refuse a model of which an earlier strategy has left this task shards."""
     for name, parameter in model.named_parameters():
@@ -87,7 +104,7 @@ def check_whole(model: nn.Module) -> None:
             raise UserError(
                 f"{name} is here a shard, {tuple(parameter.shape)} of {tuple(shape)}: the model "
                 "was prepared on a mesh",
-                "Build it anew, and load what was saved under the mesh: trainer.load(folder).",
+                f"Build it anew, and load what was saved under the mesh: {LOADING}.",
             )
 
 
@@ -108,7 +125,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, num_replicas: int) -
         raise UserError(
             f"an {type(optimizer).__name__} with state of {begun} parameters "
             f"for {num_replicas} replicas",
-            "Give a fresh optimizer; trainer.load(checkpoint) restores the state of a saved one.",
+            f"Give a fresh optimizer, and load the state of a saved one: {LOADING}.",
         )
     if isinstance(optimizer, LBFGS):
         raise UserError(

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from spartito.collectives.collective import Collective
 from spartito.engine import fused
 from spartito.engine.optimizers import fill_momentum
+from spartito.engine.stepping import stepping
 from spartito.errors import UserError
 from spartito.log import warn
 from spartito.names import PRECISIONS, nearest
@@ -114,7 +115,8 @@ class DynamicLossScale(LossScale):
             if all(group.get("fused") for group in optimizer.param_groups):
                 fill_momentum(optimizer, all_fresh=True)
                 optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-            self._scaler.step(optimizer)
+            with stepping(optimizer):
+                self._scaler.step(optimizer)
             self._scaler.update()
 
     def state_dict(self) -> dict[str, Any]:

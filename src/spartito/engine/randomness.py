@@ -112,7 +112,7 @@ class GlobalRandomness:
         if _active is not None:
             _active.inside += _active.module is module
             return
-        if context is None or not module.training:
+        if context is None or not any(part.training for part in module.modules()):
             return
         if _replays:
             raise UserError(

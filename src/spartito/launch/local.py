@@ -146,6 +146,7 @@ class Local(Processes):
             if position.task is None and position.nodes == 1:
                 variables = with_secret(variables)  # else others start the rest of the job
             if position.node == position.local == 0:
+                self.check_folder(job, variables)
                 self.warn(job, _open_hosts(position, joins), variables)
             for note in _notes(position, roles.workers):
                 self.say(f"note: {note}")
@@ -166,6 +167,7 @@ class Local(Processes):
         slow, cores = slow_tasks(self.slow), available_cores()
         with machines_on(link, roles) as machines, snapshots(roles, with_secret(env)) as found:
             folder, env = found
+            self.check_folder(job, env)
             self.warn(job, [machine.address for machine in machines], env)
             settings = [defaults(roles.threads(task, cores)) for task in roles.tasks]
             command = [sys.executable, *job.argv()]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 
 from spartito.errors import UserError
@@ -11,6 +13,8 @@ from spartito.errors import UserError
 class TaskLog:
     """The file of one task. ``again``: the task is started again, and the file is continued.
 
+    A file of an earlier job, or of a user, gets a number behind its name: ``worker-0.log.1``.
+
     Raises `UserError` where the file cannot be opened. When it cannot be written later (the disk
     is full), ``say`` gets one line and the job continues without it.
     """
@@ -18,7 +22,9 @@ class TaskLog:
     def __init__(self, path: Path, again: bool, say: Callable[[str], None]) -> None:
         self._path, self._say = path, say
         try:
-            self._file = path.open("ab" if again else "wb", buffering=0)
+            if not again:
+                _put_aside(path)
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise refused(path, error) from error
 
@@ -35,6 +41,14 @@ class TaskLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _put_aside(path: Path) -> None:
+    """Let what is in a file go on under another name; a device has nothing in it."""
+    if not path.is_file() or not path.stat().st_size:
+        return
+    names = (path.with_name(f"{path.name}.{number}") for number in count(1))
+    path.rename(next(name for name in names if not os.path.lexists(name)))
 
 
 def refused(path: Path, error: OSError) -> UserError:

@@ -11,6 +11,7 @@ from pathlib import Path
 from spartito.cluster.limits import time_limit
 from spartito.cluster.secret import insecurity
 from spartito.errors import UserError
+from spartito.folders import check_free
 from spartito.launch.job import JobSpec, option
 from spartito.launch.output import JsonSink, Sink, binary
 from spartito.launch.process import Failure, Process, with_logs
@@ -73,6 +74,21 @@ class Processes(Recovering):
             text: What it says.
         """
         self.sink.pair(binary(sys.stdout), binary(sys.stderr))[1].say(text)
+
+    def check_folder(self, job: JobSpec, env: Mapping[str, str]) -> None:
+        """Refuse a run folder that another job has, before its logs are written anew.
+
+        Only who starts a whole job may ask: else its own chief may have the folder by now.
+
+        Args:
+            job: what is to run.
+            env: what its tasks get.
+
+        Raises:
+            UserError: another job has it, which is named.
+        """
+        if run := job.out or env.get(ENV_RUN_DIR):
+            check_free(run)
 
     def logged(
         self, processes: Sequence[Process], job: JobSpec, env: Mapping[str, str]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from spartito.checkpoint.boxes import Box
 from spartito.engine.batchnorm import SynchronizedForward
-from spartito.engine.optimizers import WHOLE_SHAPE
+from spartito.engine.optimizers import LOADING, WHOLE_SHAPE
 from spartito.engine.unmade import make
 from spartito.errors import UserError
 from spartito.mesh.layout import Layout, check_dims
@@ -265,7 +265,7 @@ def check_same(model: nn.Module, axes: Mapping[str, int], here: Mapping[str, int
                 if axis is None or (axis.size, axis.index) != (axes.get(name), here.get(name)):
                     raise UserError(
                         f"the model was cut for another mesh, and is now to lie on {dict(axes)}",
-                        "Build it anew, and load what was saved: trainer.load(folder).",
+                        f"Build it anew, and load what was saved: {LOADING}.",
                     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spartito.errors import UserError
+from spartito.training.modes import evaluating
 
 
 class Memory:
@@ -230,7 +231,6 @@ class GPT(nn.Module):
             x = block(x, memory)
         return cast(Tensor, self.head(self.norm(x)))
 
-    @torch.no_grad()
     def generate(
         self, tokens: Tensor, count: int, temperature: float = 1.0, seed: int = 0
     ) -> Tensor:
@@ -248,22 +248,22 @@ class GPT(nn.Module):
             ``tokens`` and what follows, ``(batch, tokens + count)``.
         """
         generator = torch.Generator().manual_seed(seed)
-        trained = self.training
-        self.eval()
-        memories: list[Memory] = []
-        for _ in range(count):
-            if memories and len(memories[0]) < self.context:
-                logits = self.extend(tokens[:, -1:], memories)
-            else:
-                # A full context goes on from its second half: positions count from its begin.
-                keep = self.context // 2 if memories else self.context
-                memories = [Memory() for _ in self.blocks]
-                logits = self.extend(tokens[:, -keep:], memories)
-            last = logits[:, -1].double().cpu()
-            if temperature == 0:
-                drawn = last.argmax(1, keepdim=True)
-            else:
-                drawn = torch.multinomial((last / temperature).softmax(1), 1, generator=generator)
-            tokens = torch.cat([tokens, drawn.to(tokens.device)], 1)
-        self.train(trained)
+        with evaluating(self):
+            memories: list[Memory] = []
+            for _ in range(count):
+                if memories and len(memories[0]) < self.context:
+                    logits = self.extend(tokens[:, -1:], memories)
+                else:
+                    # A full context goes on from its second half: positions count from its begin.
+                    keep = self.context // 2 if memories else self.context
+                    memories = [Memory() for _ in self.blocks]
+                    logits = self.extend(tokens[:, -keep:], memories)
+                last = logits[:, -1].double().cpu()
+                if temperature == 0:
+                    drawn = last.argmax(1, keepdim=True)
+                else:
+                    drawn = torch.multinomial(
+                        (last / temperature).softmax(1), 1, generator=generator
+                    )
+                tokens = torch.cat([tokens, drawn.to(tokens.device)], 1)
         return tokens

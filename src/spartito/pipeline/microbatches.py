@@ -11,6 +11,7 @@ from msgspec import structs
 from torch import Tensor
 
 from spartito.data.batch import Batch
+from spartito.errors import UserError
 
 
 def divided(batch: Batch, count: int, least: int) -> list[Batch]:
@@ -65,12 +66,16 @@ def joined(outputs: Sequence[Any], sizes: Sequence[float]) -> Any:
 
     Returns:
         The same form; scalars are means over the rows.
+
+    Raises:
+        UserError: For tensors whose further dims depend on the rows.
     """
     first = outputs[0]
     if len(outputs) == 1:
         return first
     if isinstance(first, Tensor):
         if first.dim():
+            _refuse_compared(outputs)
             return torch.cat(list(outputs))
         pairs = zip(outputs, sizes, strict=True)
         return sum(value * size for value, size in pairs) / sum(sizes)
@@ -84,6 +89,17 @@ def joined(outputs: Sequence[Any], sizes: Sequence[float]) -> Any:
     if isinstance(first, tuple):
         return tuple(joined(column, sizes) for column in zip(*outputs, strict=True))
     return first
+
+
+def _refuse_compared(outputs: Sequence[Tensor]) -> None:
+    """One row's output is the same whichever rows are beside it, so its shape is too."""
+    shapes = list(dict.fromkeys(tuple(output.shape) for output in outputs))
+    if len({shape[1:] for shape in shapes}) > 1:
+        raise UserError(
+            f"an output of {shapes[0]} for one microbatch and of {shapes[-1]} for another: it "
+            "compares the rows of a microbatch with each other",
+            "Set microbatches=1, or choose mesh.",
+        )
 
 
 def each_tensor(value: Any, function: Callable[[Tensor], Any]) -> Any:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
 from spartito.engine.gradients import same
+from spartito.engine.optimizers import DIVIDED
 from spartito.errors import UserError
 from spartito.mesh.shown import saving
 from spartito.pipeline.cut import Cut
@@ -102,6 +103,8 @@ class PipedModel:
                 module._parameters[key] = empty[id(own)]
             if isinstance(module, nn.RNNBase):  # it has a list of them too
                 module._init_flat_weights()
+        for module in self.model.modules() if len(self.own) < self.stages else ():
+            vars(module)[DIVIDED] = True
         self._buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
         self.model._register_state_dict_hook(self._leave_out)
         self._here = dict(self.model.named_parameters())

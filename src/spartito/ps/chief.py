@@ -55,12 +55,14 @@ class Chief:
         job: str,
         data_shards: int,
         appointments: Appointments | None = None,
+        in_step: bool = False,
     ) -> None:
         """``make`` builds the coordinator, which reports lost and new workers to its arguments;
         ``control`` has links of the job ``job``; a global batch has ``data_shards`` work items;
-        ``appointments`` says which of two servers is the primary.
+        ``appointments`` says which of two servers is the primary; ``in_step``: workers wait for
+        each other at every update, and users expect the numbers of a synchronous training.
         """
-        self.control, self.job = control, job
+        self.control, self.job, self._in_step = control, job, in_step
         self.coordinator = make(self._worker_lost, control.fence)
         self.book = self.coordinator.book
         self._appointments = appointments or Appointments([], job)
@@ -299,5 +301,10 @@ class Chief:
         name = link.address.name
         if count:
             warn("%s was started again: %d work items are done again", name, count)
+            if self._in_step and len(self.control.links) > 1:
+                warn(
+                    "they are computed with newer values of the other servers, so the numbers are "
+                    "not those of a training without the loss: replicas=2 loses nothing"
+                )
         else:
             note("%s was started again and had lost nothing", name)

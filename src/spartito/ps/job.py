@@ -168,7 +168,9 @@ class Job:
             appointments.close(end=isinstance(error, UserError))
             raise
         control = Control(links, scheduled=not self.rules.every)
-        chief = Chief(self._coordinator, control, name, len(self.workers), appointments)
+        chief = Chief(
+            self._coordinator, control, name, len(self.workers), appointments, self.rules.together
+        )
         if not book.goes_on:
             self.give(chief)
         chief.begin()

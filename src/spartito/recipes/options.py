@@ -9,7 +9,7 @@ from pathlib import Path
 
 from spartito.checkpoint.manager import CheckpointManager
 from spartito.errors import UserError
-from spartito.names import ENV_RESUME, ENV_RUN_DIR, RECIPE_SEED, new_run_folder
+from spartito.names import ENV_QUEUED_AGAIN, ENV_RESUME, ENV_RUN_DIR, RECIPE_SEED, new_run_folder
 from spartito.report.lines import line_of
 from spartito.strategies import Strategy
 from spartito.training.backups import BACKUPS, LocalBackups, folder_of
@@ -19,8 +19,6 @@ from spartito.training.trainer import Trainer
 EVERY = 100
 """Global steps from one backup to the next, where they take no more than their share."""
 CHECKPOINTS = "checkpoints"
-ENV_QUEUED_AGAIN = "SLURM_RESTART_COUNT"
-"""How often Slurm has put this job into its queue again."""
 
 
 @dataclass(frozen=True)

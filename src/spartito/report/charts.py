@@ -32,6 +32,10 @@ _INK = {
     "#0d0d0d": "var(--series-6)",
     "#0e0e0e": "var(--series-7)",
     "#0f0f0f": "var(--series-8)",
+    "#101010": "var(--series-9)",
+    "#111111": "var(--series-10)",
+    "#121212": "var(--series-11)",
+    "#131313": "var(--series-12)",
 }
 _TEXT, MUTED, _LINE, TRAINING, VALIDATION, NEUTRAL, _CARD, *SERIES = _INK
 

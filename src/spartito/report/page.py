@@ -35,8 +35,11 @@ from spartito.report.lines import json_object, record_of
 from spartito.report.pipeline import timeline
 from spartito.report.templating import page_template
 from spartito.storage.atomic import write_file_atomically
+from spartito.storage.own_files import check_own, contains
 
 CONFIG, HISTORY, REPORT = "config.json", "history.jsonl", "report.html"
+OF_A_PAGE = contains(" · Spartito</title>")
+"""How a page of ours is known."""
 Epoch = Mapping[str, Any]
 Facts = tuple[str, list[tuple[str, str]]]
 
@@ -49,6 +52,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """
     folder = Path(run_dir)
     path = folder / REPORT
+    check_own(folder, {REPORT: OF_A_PAGE})
     write_file_atomically(path, render(folder))
     return path
 

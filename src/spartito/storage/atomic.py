@@ -3,6 +3,9 @@
 A directory is written beside its path under a hidden name, its files are fsynced, a manifest
 with their checksums is written last, and one rename puts it there. The writer holds an `flock` on
 the hidden directory, which ends with its process: so a leftover is told from work in progress.
+
+Nothing is removed but by a name that `spartito.storage.leftovers` gave, or because a manifest
+names it: files that a user has put beside them or among them stay.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ import fcntl
 import hashlib
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,10 +23,9 @@ from typing import Any
 
 from spartito.errors import UnwritableError, UserError
 from spartito.failpoints import failpoint
+from spartito.storage.leftovers import NEW, OLD, beside, is_leftover, parts_of
 
 MANIFEST = "manifest.json"
-_NEW = ".new"
-_OLD = ".old"
 FORMAT = 1
 """The format of the directories that this version writes; it reads this one and older ones."""
 
@@ -55,10 +56,11 @@ def write_directory(
 ) -> Iterator[Path]:
     """Give an empty directory to fill; it takes the name ``path`` when the block ends well.
 
-    An older directory of that name is replaced: until the last moment it stays, and a process
-    killed between the two renames leaves it to `sweep`, which puts it back. After an error
-    nothing is left. ``about`` is JSON that goes into the manifest. Raises `UserError` when the
-    folder cannot be written, which is what an `OSError` of the block means too.
+    An older directory of that name is replaced if all in it is known to its manifest: until the
+    last moment it stays, and a process killed between the two renames leaves it to `sweep`, which
+    puts it back. After an error nothing is left. ``about`` is JSON that goes into the manifest.
+    Raises `UserError` when the folder cannot be written, which is what an `OSError` of the block
+    means too.
     """
     path = Path(path)
     if not path.name:
@@ -66,7 +68,7 @@ def write_directory(
     with writable(path.parent):
         _check_replaceable(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = _beside(path, _NEW)
+        new = beside(path, NEW)
         new.mkdir()
         try:
             with _held(new):
@@ -89,7 +91,7 @@ def write_file_atomically(path: str | os.PathLike[str], content: bytes | str) ->
     data = content.encode() if isinstance(content, str) else content
     with writable(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = _beside(path, _NEW)
+        new = beside(path, NEW)
         try:
             with new.open("xb") as file, _held(new):
                 file.write(data)
@@ -189,18 +191,22 @@ def sweep(directory: str | os.PathLike[str]) -> list[Path]:
     """Clear what killed writers left in ``directory``; returns the leftovers that it treated.
 
     An older directory that was moved aside and never replaced gets its name back. What a
-    living process is writing is left alone, and so is what this process may not remove.
+    living process is writing is left alone, and so is what this process may not remove, and all
+    that has another name than `spartito.storage.leftovers` gives.
     """
     try:
         found = sorted(Path(directory).iterdir())
     except OSError:
         return []
-    leftovers = [p for p in found if is_leftover(p) and not _is_held(p)]
+    leftovers = [p for p in found if is_leftover(p) and not p.is_symlink() and not _is_held(p)]
     for path in leftovers:
-        target = path.with_name(path.name[1:].rsplit(".", 2)[0])
+        kind, target = parts_of(path)
         with suppress(OSError):
-            if path.suffix == _OLD and not target.exists():
-                path.rename(target)
+            if kind == OLD:
+                if os.path.lexists(target):
+                    remove_directory(path)
+                else:
+                    path.rename(target)
             elif path.is_dir():
                 shutil.rmtree(path)
             else:
@@ -208,25 +214,90 @@ def sweep(directory: str | os.PathLike[str]) -> list[Path]:
     return leftovers
 
 
-def is_leftover(path: Path) -> bool:
-    """Whether ``path`` has the hidden name of a directory or file that is being written."""
-    return path.name.startswith(".") and path.suffix in (_NEW, _OLD)
+def foreign(path: str | os.PathLike[str]) -> list[str]:
+    """What the directory ``path`` holds beside its manifest and the files that this names.
+
+    Returns:
+        Relative names, sorted. Empty folders do not count.
+
+    Raises:
+        UserError: If there is no manifest, or it cannot be read.
+    """
+    known = {MANIFEST, *read_manifest(path).files}
+    return sorted(name for name in _all_files(Path(path)) if name not in known)
+
+
+def remove_directory(path: str | os.PathLike[str]) -> bool:
+    """Remove what `write_directory` has written: the files that the manifest names, and it.
+
+    Whatever else is in there stays, and the folder with it. The manifest goes last: as long as it
+    is there the next call knows the rest.
+
+    Returns:
+        Whether nothing is left; False too where there is no manifest to go by, unless the folder
+        is empty.
+    """
+    path = Path(path)
+    with suppress(OSError, UserError):
+        if path.is_symlink():  # what it points to is somewhere else, and has its own name there
+            return False
+        if (path / MANIFEST).exists():
+            files = read_manifest(path).files
+            for name in files:
+                (path / name).unlink(missing_ok=True)
+            (path / MANIFEST).unlink()
+        for folder, _, _ in os.walk(path, topdown=False):
+            with suppress(OSError):  # what is not empty
+                os.rmdir(folder)
+    return not path.exists()
+
+
+def check_writable(directory: str | os.PathLike[str]) -> None:
+    """Make ``directory``, and try to write there; an `UnwritableError` if that cannot be done."""
+    directory = Path(directory)
+    with writable(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = beside(directory / "probe", NEW)
+        try:
+            with probe.open("xb"):
+                pass
+        finally:
+            probe.unlink(missing_ok=True)
 
 
 _TAKE_ANOTHER = "Take another checkpoint; this one was damaged after it was written."
 
 
 def _check_replaceable(path: Path) -> None:
-    """Refuse to replace a directory of something else: all in it would be lost."""
-    if path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).exists():
+    """Refuse to replace a directory with anything in it that we did not write: it would be lost."""
+    if path.is_symlink():
+        raise UserError(
+            f"{path} is a link to {os.readlink(path)}, which would be replaced",
+            "Name the directory itself, or a new one.",
+        )
+    if not path.is_dir() or not any(path.iterdir()):
+        return
+    try:
+        others = foreign(path)
+    except UserError:
         raise UserError(
             f"{path} is a folder with other files in it, which would be replaced",
             "Name a new directory, as one inside of it.",
+        ) from None
+    if others:
+        raise UnwritableError(
+            f"{path} cannot be replaced: {others[0]} in it is not of the checkpoint",
+            "Move it somewhere else, or name another directory.",
         )
 
 
-def _beside(path: Path, suffix: str) -> Path:
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{suffix}")
+def _all_files(path: Path) -> Iterator[str]:
+    """All that is no folder under ``path``, by relative names; links are not followed."""
+    for folder, folders, files in os.walk(path):
+        inside = Path(folder)
+        links = [name for name in folders if (inside / name).is_symlink()]
+        for name in [*files, *links]:
+            yield (inside / name).relative_to(path).as_posix()
 
 
 def _relative(name: str) -> str:
@@ -265,7 +336,7 @@ def _put_in_place(new: Path, path: Path) -> None:
         _sync_directory(path.parent)
         return
     with _held(path):
-        old = path.rename(_beside(path, _OLD))
+        old = path.rename(beside(path, OLD))
         try:
             failpoint("storage.directory.between_renames")
             new.rename(path)
@@ -273,7 +344,7 @@ def _put_in_place(new: Path, path: Path) -> None:
             old.rename(path)
             raise
         _sync_directory(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    remove_directory(old)
 
 
 def _sync(file: Path) -> None:

@@ -1,22 +1,26 @@
 """Directories in a store where nothing can be renamed: files first, manifest last.
 
     store/
-        step-00000400.5f1c9a20/     a name that is never used again
+        step-00000400.5f1c9a20d3b47e68/     a name that is never used again
+            spartito-upload.json            the manifest to be, written first, removed last
             model.safetensors
             state.json
-            manifest.json           written last, removed first: what lacks it does not count
+            manifest.json                   written last, removed first: without it none counts
 
 Whatever operation was the last one, a directory is whole if its manifest is there, and its files
-are as large as that says.
+are as large as that says. Only files that one of the two names are ever removed. That something
+cannot be read at the moment says nothing of it: it is an error, and no reason to remove anything.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+import re
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from spartito.errors import UnwritableError, UserError
 from spartito.storage.atomic import (
@@ -27,6 +31,24 @@ from spartito.storage.atomic import (
     read_manifest,
     verify,
 )
+from spartito.storage.limited import limited
+
+T = TypeVar("T")
+
+PLAN = "spartito-upload.json"
+"""The file that says what an upload is going to write: the manifest, before the files."""
+
+PAUSES = (0.5, 2.0)
+"""Seconds before a store that could not be read is asked again."""
+
+SILENCE = 150.0
+"""Seconds: half of the usual time limit of a job, so that other tasks still wait for this one."""
+
+_NAME = re.compile(r"[\w.-]+\.[0-9a-f]{8}([0-9a-f]{8})?")
+
+
+class UnreadableError(UserError):
+    """A store could not be read, for now or for good: nobody knows what is there."""
 
 
 class Store(Protocol):
@@ -66,25 +88,30 @@ class FsspecStore(Store):
 
     Args:
         url: As ``s3://bucket/run``; options and keys are those of fsspec's configuration.
+        silence: Seconds in which nothing moves after which a call ends with an error that names
+            the store, see `limited`.
 
     Raises:
-        UserError: The protocol is unknown, or its package is not installed.
+        UserError: The protocol is unknown, its package is not installed, or it cannot be reached.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, silence: float = SILENCE) -> None:
+        self.url, self._silence = url.rstrip("/"), silence
         try:
             core: Any = importlib.import_module("fsspec.core")
-            self._files, self._root = core.url_to_fs(self.url)
+            self._callback: Any = importlib.import_module("fsspec.callbacks").Callback
+            self._files, self._root = limited(lambda _: core.url_to_fs(self.url), self._silence)
         except (ImportError, ValueError) as error:
             raise UserError(
                 f"{url} cannot be reached: {error}",
                 "pip install 'spartito[remote]' and the package of this protocol, as s3fs or "
                 "gcsfs, or name a folder.",
             ) from error
+        except Exception as error:  # some protocols connect here
+            raise self._refused("reached", UnreadableError, error) from error
 
     def sizes(self) -> dict[str, int]:
-        with self._told("listed"):
+        def find() -> dict[str, int]:
             self._files.invalidate_cache()
             try:
                 found = self._files.find(self._root, detail=True)
@@ -92,35 +119,71 @@ class FsspecStore(Store):
                 return {}
             return {path[len(self._root) + 1 :]: int(f["size"]) for path, f in found.items()}
 
+        return self._read("listed", lambda _: find())
+
     def read(self, name: str) -> bytes:
-        with self._told("read"):
-            return bytes(self._files.cat_file(self._path(name)))
+        return self._read("read", lambda _: bytes(self._files.cat_file(self._path(name))))
 
     def get(self, name: str, file: Path) -> None:
-        with self._told("read"):
-            self._files.get_file(self._path(name), str(file))
+        path = self._path(name)
+        self._read(
+            "read",
+            lambda moved: self._files.get_file(path, str(file), callback=self._told_by(moved)),
+            lambda: int(self._files.size(path) or 0),
+        )
 
     def put(self, file: Path, name: str) -> None:
-        with self._told("written", UnwritableError):
-            path = self._path(name)
+        path = self._path(name)
+
+        def put(moved: Callable[[], None]) -> None:
             self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self._files.put_file(str(file), path)
+            self._files.put_file(str(file), path, callback=self._told_by(moved))
+
+        try:
+            limited(put, self._silence, file.stat().st_size)
+        except Exception as error:
+            raise self._refused("written", UnwritableError, error) from error
 
     def remove(self, name: str) -> None:
-        with self._told("written", UnwritableError):
-            self._files.rm_file(self._path(name))
+        try:
+            limited(lambda _: self._files.rm_file(self._path(name)), self._silence)
+        except Exception as error:
+            raise self._refused("written", UnwritableError, error) from error
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    @contextmanager
-    def _told(self, done: str, kind: type[UserError] = UserError) -> Iterator[None]:
+    def _read(
+        self,
+        done: str,
+        work: Callable[[Callable[[], None]], T],
+        size: Callable[[], int] = int,
+    ) -> T:
+        """Read, again where that fails for a moment."""
+        for pause in (*PAUSES, None):
+            try:
+                expected = limited(lambda _: size(), self._silence)
+                return limited(work, self._silence, expected)
+            except Exception as error:
+                for_good = isinstance(error, FileNotFoundError | PermissionError | TimeoutError)
+                if for_good or pause is None:
+                    raise self._refused(done, UnreadableError, error) from error
+                time.sleep(pause)
+        raise AssertionError
+
+    def _told_by(self, moved: Callable[[], None]) -> Any:
+        """What fsspec tells of its progress."""
+        return self._callback(hooks={"moved": lambda *_, **__: moved()})
+
+    def _refused(self, done: str, kind: type[UserError], error: Exception) -> UserError:
         """Name the store in whatever its package raises."""
-        try:
-            yield
-        except Exception as error:
-            why = str(error) or type(error).__name__
-            raise kind(f"{self.url} cannot be {done}: {why}", "Is it there, and yours?") from error
+        why = str(error) or type(error).__name__
+        return kind(f"{self.url} cannot be {done}: {why}", "Is it there, and yours?")
+
+
+def new_name(name: str) -> str:
+    """A name for a directory in a store that was never used."""
+    return f"{name}.{secrets.token_hex(8)}"
 
 
 def upload(store: Store, directory: Path, name: str) -> None:
@@ -129,11 +192,12 @@ def upload(store: Store, directory: Path, name: str) -> None:
     Args:
         store: Where to.
         directory: What `spartito.storage.atomic.write_directory` has written.
-        name: Its name there, one that was never used.
+        name: Its name there, of `new_name`.
 
     Raises:
         UnwritableError: If the store refuses.
     """
+    store.put(directory / MANIFEST, f"{name}/{PLAN}")
     for file in sorted(read_manifest(directory).files):
         store.put(directory / file, f"{name}/{file}")
     store.put(directory / MANIFEST, f"{name}/{MANIFEST}")
@@ -162,31 +226,77 @@ def whole_ones(store: Store) -> list[tuple[str, Manifest]]:
     """The directories of a store that are whole, as far as sizes tell, oldest first.
 
     Raises:
-        UserError: If the store cannot be read, or a later version has written there.
+        UnreadableError: If a manifest that is there cannot be read.
+        NewerFormatError: If a later version has written there.
     """
     sizes, found = store.sizes(), list[tuple[str, Manifest]]()
-    for name in {file.partition("/")[0] for file in sizes if file.endswith(f"/{MANIFEST}")}:
-        try:
-            manifest = manifest_in(store.read(f"{name}/{MANIFEST}"), f"{store.url}/{name}")
-        except NewerFormatError:
-            raise
-        except UserError:  # cut off
+    for name in _ours(sizes):
+        if f"{name}/{MANIFEST}" not in sizes:
             continue
-        if all(sizes.get(f"{name}/{n}") == fact.size for n, fact in manifest.files.items()):
+        manifest = _manifest_of(store, f"{name}/{MANIFEST}")
+        if manifest is not None and all(
+            sizes.get(f"{name}/{n}") == fact.size for n, fact in manifest.files.items()
+        ):
             found.append((name, manifest))
     return sorted(found, key=lambda each: (int(each[1].about.get("sequence", -1)), each[0]))
 
 
-def keep_only(store: Store, names: Collection[str]) -> None:
-    """Remove all other directories of a store, and what uploads that were cut off have left.
+def remove_older(store: Store, stay: Collection[str], keep: int) -> None:
+    """Remove other directories of a store, and what uploads that were cut off have left.
+
+    Nothing is removed where fewer than ``keep`` stay.
 
     Args:
         store: Whose.
-        names: What stays.
+        stay: The names of those that stay, which are whole.
+        keep: How many there must be.
 
     Raises:
-        UnwritableError: If the store refuses.
+        UserError: If the store refuses.
     """
-    others = [file for file in store.sizes() if file.partition("/")[0] not in names]
-    for file in sorted(others, key=lambda file: (not file.endswith(f"/{MANIFEST}"), file)):
-        store.remove(file)
+    if len(stay) >= keep:
+        _remove(store, stay)
+
+
+def remove_all(store: Store) -> None:
+    """Remove all directories that were uploaded to a store, and nothing else.
+
+    Raises:
+        UserError: If the store refuses.
+    """
+    _remove(store, ())
+
+
+def _remove(store: Store, stay: Collection[str]) -> None:
+    sizes = store.sizes()
+    for name in sorted(_ours(sizes).difference(stay)):
+        for file in _removable(store, name, sizes):
+            store.remove(file)
+
+
+def _removable(store: Store, name: str, sizes: Mapping[str, int]) -> list[str]:
+    """What we wrote of a directory, in the order in which it goes."""
+    first, last = f"{name}/{MANIFEST}", f"{name}/{PLAN}"
+    named: set[str] = set()
+    for file in (first, last):
+        found = _manifest_of(store, file) if file in sizes else None
+        named |= {f"{name}/{n}" for n in found.files} if found is not None else set()
+    if not named and last not in sizes:
+        return []  # nobody knows whose it is
+    return [file for file in (first, *sorted(named), last) if file in sizes]
+
+
+def _manifest_of(store: Store, file: str) -> Manifest | None:
+    """The manifest in a file that is there; None where it was cut off."""
+    content = store.read(file)
+    try:
+        return manifest_in(content, f"{store.url}/{file.partition('/')[0]}")
+    except NewerFormatError:
+        raise
+    except UserError:
+        return None
+
+
+def _ours(sizes: Mapping[str, int]) -> set[str]:
+    """The directories with a name of `new_name`."""
+    return {name for file in sizes if _NAME.fullmatch(name := file.partition("/")[0])}

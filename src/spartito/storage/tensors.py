@@ -76,6 +76,24 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
         raise UserError(f"{name} is of {tensor.dtype}, which the safetensors format does not hold")
 
 
+def check_storable(model: torch.nn.Module) -> None:
+    """Refuse a model of which no checkpoint could be written, before it has trained for hours."""
+    persistent = (
+        (f"{path}.{name}" if path else name, buffer)
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    )
+    for name, tensor in (*model.named_parameters(), *persistent):
+        if tensor.dtype not in CODES:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(
+                f"{name} is of {kind}, which no checkpoint can hold",
+                "Take complex64, or keep it as real numbers: torch.view_as_real(tensor), and "
+                "torch.view_as_complex in forward().",
+            )
+
+
 def _identity(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for two tensors exactly when they are the same elements of the same memory."""
     if tensor.numel() == 0:

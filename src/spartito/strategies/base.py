@@ -247,12 +247,14 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def load(self, source: Path | Mapping[str, Any]) -> None:
-        """Take back what `save` wrote, under any strategy and number of tasks; all call it.
+    def load(self, source: str | Path | Mapping[str, Any]) -> None:
+        """Take back what `save` or a Trainer wrote, under any strategy and number of tasks.
+
+        All tasks call it, after `prepare`.
 
         Args:
-            source: The directory, or sections of a state as ``{"model": model.state_dict()}``;
-                what is not there stays as it is.
+            source: The directory of one checkpoint, or sections of a state as
+                ``{"model": model.state_dict()}``; what is not there stays as it is.
 
         Raises:
             UserError: If the model or the optimizer is another one.
@@ -264,7 +266,7 @@ class Strategy(ABC):
         Returns:
             A function that all tasks call to put them back. Each keeps its own part of them.
         """
-        state = unwrap(self._pairs.only.model).state_dict().items()
+        state = unwrap(self._pairs.meant("keep()").model).state_dict().items()
         kept = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state}
         return partial(self.load, {"model": kept})
 
@@ -304,11 +306,14 @@ class Strategy(ABC):
     def update(self, optimizer: Optimizer) -> None:
         """Reduce the gradients, let the optimizer step, and clear them; for loops of one's own.
 
+        ``optimizer.step()`` after `backward` does the same.
+
         Args:
             optimizer: One that `prepare` returned.
 
         Raises:
-            UserError: If `prepare` was told to accumulate, where tasks update together.
+            UserError: If `prepare` was told to accumulate, where tasks update together, or the
+                gradients are not those of `backward`.
         """
         raise self._owns_the_step("update")
 
@@ -356,7 +361,13 @@ class Strategy(ABC):
         self.coordination.synchronize()
 
     def close(self) -> None:
-        """Leave all groups; calling it again changes nothing."""
+        """Leave all groups; calling it again changes nothing.
+
+        After a loop of one's own, replicas that are to be equal are compared first.
+
+        Raises:
+            UserError: If they have drifted apart.
+        """
         self.groups.close()
 
     def __enter__(self) -> Self:
@@ -366,4 +377,7 @@ class Strategy(ABC):
         self.close()
 
     def _owns_the_step(self, what: str) -> UserError:
-        return UserError(f"{what}() under {self.name}, which owns the whole step", "Call step().")
+        return UserError(
+            f"{what}() under {self.name}, which owns the whole step",
+            "Call step(), or choose mirrored or mesh for a loop of your own.",
+        )

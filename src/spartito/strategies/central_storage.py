@@ -78,7 +78,7 @@ class CentralStorageStrategy(SynchronousStrategy):
     the optimizer's state of that part alone; the numbers are those of one device. torch's
     Adafactor, Muon and the like, which look at whole parameters, get whole ones, after a sum as in
     mirrored, and so does all in fp16. An optimizer that is not one of torch's own may look at all
-    parameters at once: the chief updates them all. Buffers stay each replica's own.
+    parameters at once: the chief updates them all. Each replica has its own buffers.
 
     What a replica writes into a parameter, all of them see, also after `close`: a script that
     changes parameters by itself does so on the chief only, after an update. Hooks on the steps of
@@ -194,7 +194,8 @@ class CentralStorageStrategy(SynchronousStrategy):
     def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
         if not isinstance(self._group, SharedMemoryCollective):
             return
-        parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+        given = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+        parameters = homeless(given, self._homes)
         for buffer in tensors:
             if not isinstance(buffer, nn.Parameter):
                 self._group.broadcast(buffer)
@@ -267,6 +268,34 @@ class CentralStorageStrategy(SynchronousStrategy):
                 parameter.grad = None  # optimizers pass over it
         super()._optimize(pair)
         self._group.barrier()
+
+
+def homeless(
+    parameters: Sequence[nn.Parameter], homes: Sequence[tuple[nn.Parameter, int]]
+) -> list[nn.Parameter]:
+    """The parameters that lie in no shared memory yet.
+
+    Others came with an optimizer before, which goes on to write where they lie.
+
+    Args:
+        parameters: Those of a model.
+        homes: What lies in shared memory, and at which address.
+
+    Raises:
+        UserError: If one of these has been moved out of there.
+    """
+    known = {id(parameter): home for parameter, home in homes}
+    for parameter in parameters:
+        if parameter.numel() and known.get(id(parameter), parameter.data_ptr()) != (
+            parameter.data_ptr()
+        ):
+            raise UserError(
+                f"a parameter of shape {tuple(parameter.shape)} has other memory than when it "
+                "was prepared with an optimizer before",
+                "Under central_storage move or convert a model before its first prepare: an "
+                "optimizer writes into the memory that was there.",
+            )
+    return [parameter for parameter in parameters if id(parameter) not in known]
 
 
 def balanced(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
 from spartito.collectives.collective import Collective, Traffic
 from spartito.engine.batchnorm import average_statistics
+from spartito.engine.buffers import listed, refuse, shared_buffers, take_first, unlike
 from spartito.engine.checksum import (
     OTHER_VALUES,
     checksum,
@@ -27,7 +28,9 @@ from spartito.engine.checksum import (
     outliers,
     rounding_id,
 )
+from spartito.engine.optimizers import unwrap
 from spartito.errors import UnwritableError, UserError
+from spartito.log import warn
 from spartito.strategies.groups import Groups
 from spartito.strategies.pair import Pairs
 from spartito.strategies.record import write_record
@@ -177,13 +180,20 @@ class Coordination(ABC):
         return {"data_wait_fraction": data}
 
     def synchronize(self) -> None:  # noqa: B027 - a single replica has nothing to do
-        """Make equal what may differ between replicas: the running statistics of BatchNorm."""
+        """Make equal what may differ between replicas: BatchNorm's statistics, and buffers."""
 
     def compare(self, order: int = 0) -> None:  # noqa: B027 - not all meet
         """Raise `UserError` that names the replicas whose parameters are not those of the others.
 
         ``order`` is a checksum of the examples of an epoch, in their order: it must be equal too.
         Where replicas do not meet, nothing is compared.
+        """
+
+    def compare_buffers(self) -> None:  # noqa: B027 - not all meet
+        """Make equal the buffers that forward passes change; all tasks that meet call it.
+
+        Raises:
+            UserError: They differ, and training is deterministic.
         """
 
     def follow(self, schedule: LRScheduler | None, ahead: int = 0) -> None:  # noqa: B027 - few do
@@ -224,6 +234,7 @@ class SynchronousCoordination(Coordination):
     ) -> None:
         super().__init__(name, job, cluster, pairs)
         self._groups = groups
+        self._told: set[str] = set()  # buffers of which a warning has told
 
     @property
     def skips_together(self) -> bool:
@@ -265,17 +276,56 @@ class SynchronousCoordination(Coordination):
     def synchronize(self) -> None:
         for pair in self._pairs.in_use:
             average_statistics(pair.model, self._groups.data)
+        self.compare_buffers()
 
     def compare(self, order: int = 0) -> None:
-        if self._groups.model.world_size > 1:  # all hear of it, not only one group
-            self.attempt(lambda: self._compare(order))
-        else:
-            self._compare(order)
+        self._together(lambda: self._compare(order))
+        self.compare_buffers()
+
+    def compare_buffers(self) -> None:
+        self._together(self._settle_buffers)
+
+    def _settle_buffers(self) -> str:
+        for pair in self._pairs.all:
+            model = unwrap(pair.model)
+            self._settle(self._groups.data, shared_buffers(model), pair.randomness is not None)
+        return ""
+
+    def _settle(self, group: Collective, buffers: dict[str, Tensor], is_strict: bool) -> None:
+        """Refuse buffers that differ between the tasks of ``group``, or give all the first's."""
+        others = unlike(group, buffers)
+        if not others:
+            return
+        if is_strict:
+            refuse(group, others)
+        take_first(group, [buffers[name] for name in others])
+        new = others.keys() - self._told
+        self._told |= new
+        if new and group.rank == 0:
+            warn(
+                "%s differed between replicas: forward passes change them, from the rows of each. "
+                "All take the values of %s, here and at each end of an epoch, evaluation and "
+                "checkpoint",
+                listed(new),
+                group.names[0],
+            )
+
+    def _together(self, work: Callable[[], str]) -> None:
+        """Do what the tasks of one data shard may raise on some: all of a model hear of it."""
+        try:
+            if self._groups.model.world_size > 1:
+                self.attempt(work)
+            else:
+                work()
+        except UserError:
+            self._pairs.unseen = False  # it is said now
+            raise
 
     def _compare(self, order: int) -> str:
         self._compare_in(self._groups.data, self._parameters(), order)
         for pair in self._pairs.all:
             pair.gradients.compared()
+        self._pairs.unseen = False
         return ""
 
     def _compare_in(
@@ -310,7 +360,7 @@ class SynchronousCoordination(Coordination):
         return checksum(parameters)
 
     def _parameters(self) -> list[nn.Parameter]:
-        """Those here of all prepared models. Buffers may differ: not all are synchronized."""
+        """Those here of all prepared models."""
         models = [pair.model for pair in self._pairs.all]
         return [p for model in models for p in model.parameters() if not p.is_meta]
 

@@ -15,6 +15,7 @@ from spartito.collectives.collective import Collective, IdentityCollective, Traf
 from spartito.collectives.lane import Lane
 from spartito.collectives.placement import Placement
 from spartito.collectives.rendezvous import WORLD, Rendezvous
+from spartito.engine.buffers import shared_buffers
 from spartito.engine.optimizers import unwrap
 from spartito.engine.sharding.homes import Home
 from spartito.errors import UserError
@@ -265,6 +266,10 @@ class LocalCoordination(ShardedCoordination):
 
     def synchronize(self) -> None:
         super().synchronize()
+        if self._grouping.world is not None:
+            for pair in self._pairs.in_use:
+                own = shared_buffers(unwrap(pair.model), with_synchronized=False)
+                self._settle(self._groups.world, own, is_strict=False)
         for pair in self._pairs.in_use:
             coupling = self._couplings.get(id(pair.optimizer))
             if coupling is not None and coupling.show():
@@ -302,6 +307,17 @@ class LocalCoordination(ShardedCoordination):
                 return self._compare(order)
 
             self.attempt(compare)
+            self.compare_buffers()
+        self._pairs.unseen = False
+
+    def _settle_buffers(self) -> str:
+        """Inside of a group as under others; groups differ, until their merged model is shown."""
+        if self._grouping.world is None:
+            return super()._settle_buffers()
+        for pair in self._pairs.all:
+            model = unwrap(pair.model)
+            self._settle(self._groups[INSIDE], shared_buffers(model), pair.randomness is not None)
+        return ""
 
     @property
     def _writing(self) -> Collective:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import math
 import multiprocessing
 import os
 import signal
 import sys
+import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +23,24 @@ from spartito.strategies.record import write_record
 
 PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that tell a task to end soon: of Slurm, Kubernetes, clouds and launchers."""
+
+
+SAME_SECONDS = 2.0
+"""Within which a second SIGTERM is the first one: a launcher and its scheduler both send it."""
+
+
+class Again:
+    """Whether SIGTERM came before: a second one ends a process, whatever it waits for."""
+
+    def __init__(self) -> None:
+        self._first = math.inf
+
+    def came(self, number: int) -> bool:
+        """Whether ``number`` is a second SIGTERM; called for each signal."""
+        now = time.monotonic()
+        if number == signal.SIGTERM:
+            self._first = min(self._first, now)
+        return number == signal.SIGTERM and now > self._first + SAME_SECONDS
 
 
 class _Told(BaseException):
@@ -56,10 +76,13 @@ def serve_and_end(job: Job, record_to: Path | None) -> NoReturn:
 def _serve(job: Job, record_to: Path | None) -> None:
     server = job.server()
     status.staleness = lambda: server.store.staleness.mean
+    again = Again()
 
     def end(number: int, frame: FrameType | None) -> None:
+        if again.came(number):
+            die_of(number)
         if not server.ends_with_chief(_Told(number)):  # the chief may fetch what we have
-            _die_of(number)
+            die_of(number)
 
     if current_thread() is main_thread():
         for number in PREEMPTING:
@@ -68,12 +91,13 @@ def _serve(job: Job, record_to: Path | None) -> None:
     try:
         server.serve()
     except _Told as told:
-        _die_of(told.number)
+        die_of(told.number)
     if record_to is not None:
         write_record(record_to, job.cluster.task, server.record())
 
 
-def _die_of(number: int) -> None:
+def die_of(number: int) -> None:
+    """End this process by a signal, as if it had no handler."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 

@@ -285,6 +285,7 @@ class LocalSGDStrategy(ShardingStrategy):
         if coupling is None:
             return super()._update(pair, output, examples, stop)
         pair.gradients.refresh()
+        self._check_apart(pair)
         coupling.follow(pair.gradients.parameters)
         result = super()._update(pair, output, examples, stop)
         coupling.count(result.weight, result.stop)
@@ -293,6 +294,19 @@ class LocalSGDStrategy(ShardingStrategy):
             self.coordination.tell_left_out(coupling.left_out)
         asked = coupling.is_due and self._meet(pair, coupling.meet)
         return structs.replace(result, stop=asked)
+
+    def _check_apart(self, pair: Pair) -> None:
+        """Refuse an update of parameters that another optimizer has moved since a meeting."""
+        several = len(self._grouping.members) > 1
+        for other in self._pairs.sharing(pair.optimizer) if several else ():
+            coupling = self._couplings.get(id(other.optimizer))
+            if coupling is not None and coupling.is_apart:
+                raise UserError(
+                    f"two optimizers, {type(other.optimizer).__name__} and "
+                    f"{type(pair.optimizer).__name__}, with the same parameters under local_sgd "
+                    "in several groups: at a meeting each would undo what the other has done",
+                    "Give each parameter to one optimizer, or choose mirrored.",
+                )
 
     def _meet(self, pair: Pair, meet: Callable[[], bool]) -> bool:
         """Merge the groups; whether a task of any of them asked for an end."""
@@ -343,14 +357,14 @@ class LocalSGDStrategy(ShardingStrategy):
         return Coupled(self._grouping.near, batches, device, announce, group, denormals, pairs)
 
     def _divisible(self, chain: Dataset, parts: int) -> Dataset:
-        """As under others; two rows for each BatchNorm, also for one that is synchronized.
+        """Cut among groups first; two rows for each BatchNorm, also for one that is synchronized.
 
         It sees the rows of a group, which may be one replica.
         """
-        if self._grouping.world is not None and any(
-            has_batchnorm(pair.model) for pair in self._pairs.in_use
-        ):
-            chain = replace(chain, least=2)
+        if self._grouping.world is not None:
+            norms = any(has_batchnorm(pair.model) for pair in self._pairs.in_use)
+            groups = tuple(map(tuple, self._grouping.members))
+            chain = replace(chain, least=2 if norms else chain.least, groups=groups)
         return super()._divisible(chain, parts)
 
     def _is_divided(self, pair: Pair) -> bool:

@@ -15,10 +15,16 @@ from spartito.checkpoint.saved import Saved
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import WORLD, Rendezvous
+from spartito.engine.buffers import shared_buffers
 from spartito.engine.checksum import ROUNDING, checksum, different, outliers
 from spartito.engine.divided import ELEMENTWISE
 from spartito.engine.gradients import Gradients, Number, PackedGradients
-from spartito.engine.optimizers import OptimizerLike, optimizer_parameters, unwrap
+from spartito.engine.optimizers import (
+    OptimizerLike,
+    has_sparse_gradients,
+    optimizer_parameters,
+    unwrap,
+)
 from spartito.engine.unmade import told
 from spartito.errors import UserError
 from spartito.log import warn
@@ -167,6 +173,11 @@ class MeshStrategy(SynchronousStrategy):
         deterministic: bool = False,
         seed: int = 0,
     ) -> tuple[nn.Module, Optimizer]:
+        if self.cluster.world_size > 1 and has_sparse_gradients(unwrap(model)):
+            raise UserError(
+                f"sparse gradients under {self.name}",
+                "Gradients of shards are dense tensors: build the Embedding with sparse=False.",
+            )
         apply.check_same(unwrap(model), self.mesh.axes, self.mesh.coordinates(self.cluster.rank))
         apply.hide(unwrap(model))
         apply.plan(unwrap(model), self.layout, self._names, self._strict)
@@ -374,6 +385,14 @@ class MeshCoordination(SynchronousCoordination):
     def compare(self, order: int = 0) -> None:
         super().compare(order)
         self.attempt(lambda: self._compare_parts(order))
+
+    def _settle_buffers(self) -> str:
+        super()._settle_buffers()
+        for pair in self._pairs.all:
+            model = unwrap(pair.model)
+            own = shared_buffers(model, without=apply.specs_of(model))
+            self._settle(self._groups[LAYERS], own, pair.randomness is not None)
+        return ""
 
     def _compare_parts(self, order: int) -> str:
         specs = {key for pair in self._pairs.all for key in apply.specs_of(unwrap(pair.model))}

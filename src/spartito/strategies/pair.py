@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,8 +35,11 @@ class Pair:
     randomness: GlobalRandomness | None  # where training is deterministic
     loss_scale: LossScale
     passes: int = 0
+    is_compared: bool = False  # its buffers, after the first update
+    checks_left: int = 3  # batches of which the loss of halves is compared with that of the whole
     kept: Undo | None = None  # what was in the buffers
     saved: dict[str, Any] | None = None  # what `accumulated` returned for a checkpoint
+    taken: int = 0  # how many of its gradients another optimizer's update has cleared
     _known: list[nn.Parameter] = field(default_factory=list)  # all of the optimizer's, none new
 
     @property
@@ -99,12 +102,33 @@ class Pair:
         return [names[id(parameter)] for parameter in self.gradients.parameters]
 
 
+def check_taken(pair: Pair) -> None:
+    """Refuse an update whose gradients another optimizer's update has cleared."""
+    if pair.taken:
+        raise UserError(
+            f"an update of {type(pair.optimizer).__name__}, and {pair.taken} of its parameters "
+            "have lost their gradients: another optimizer has them too, and its update cleared "
+            "them",
+            "Give each parameter to one optimizer, or call strategy.backward before each update.",
+        )
+
+
+def take(parameters: Sequence[nn.Parameter], others: Sequence[Pair]) -> None:
+    """Note that an update clears these parameters' gradients, which ``others`` may wait for."""
+    used = {id(parameter) for parameter in parameters if parameter.grad is not None}
+    for pair in others:
+        if pair.gradients.backward_calls:
+            pair.taken += sum(id(parameter) in used for parameter in pair.gradients.parameters)
+
+
 class Pairs:
     """All that a strategy has prepared, and which of it is meant."""
 
     def __init__(self) -> None:
         self.all: list[Pair] = []
         self.used: Pair | None = None
+        self.unseen = False
+        """Whether a loop of the user's own got batches since the replicas were compared last."""
 
     def add(self, pair: Pair) -> None:
         """Keep a pair, in place of an older one with the same optimizer."""
@@ -118,14 +142,42 @@ class Pairs:
     @property
     def only(self) -> Pair:
         """The pair that is meant; `UserError` where that is not clear."""
+        return self.meant("step()")
+
+    def meant(self, call: str) -> Pair:
+        """The pair that a call is about.
+
+        Args:
+            call: What the user has called, for the error.
+
+        Raises:
+            UserError: Nothing was prepared, or several models were and none is named.
+        """
         if self.used is not None:
             return self.used
-        if len(self.all) != 1:
+        if not self.all:
             raise UserError(
-                f"step() with {len(self.all)} prepared models",
-                "Say which: with strategy.using(optimizer). Or use backward() and update().",
+                f"{call} before prepare()",
+                "First: model, optimizer = strategy.prepare(model, optimizer). Then "
+                "strategy.load(path), and the loop.",
+            )
+        if len(self.all) > 1:
+            other = " Or use backward() and update()." if call == "step()" else ""
+            raise UserError(
+                f"{call} with {len(self.all)} prepared models",
+                f"Say which: with strategy.using(optimizer).{other}",
             )
         return self.all[0]
+
+    def sharing(self, optimizer: Optimizer) -> list[Pair]:
+        """The pairs of other optimizers that have some of this one's parameters too."""
+        others = [pair for pair in self.all if pair.optimizer is not optimizer]
+        own = {id(parameter) for parameter in optimizer_parameters(optimizer)} if others else set()
+        return [
+            pair
+            for pair in others
+            if not own.isdisjoint(map(id, optimizer_parameters(pair.optimizer)))
+        ]
 
     def of(self, optimizer: Optimizer) -> Pair:
         """The pair of a prepared optimizer."""

@@ -20,7 +20,6 @@ from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader
 from spartito.engine.batchnorm import has_batchnorm
-from spartito.engine.context import enter
 from spartito.engine.denormals import flushed
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike, has_sparse_gradients, named_state, unwrap
@@ -100,7 +99,8 @@ class ParameterServerStrategy(InGroups):
         device: Where a worker computes; None is its own GPU, else the CPU.
         timeout: Seconds that a wait for another task may take; None is ``SPARTITO_TIMEOUT``.
         lease_seconds: A worker that is silent so long is given up, and others get its work.
-        snapshot_seconds: How often a server writes the state from which it starts again.
+        snapshot_seconds: How often a server writes the state from which it starts again; the first
+            ones come sooner, after a tenth of this.
         snapshot_dir: Where; None is ``SPARTITO_SNAPSHOT_DIR``, else a folder in ``/tmp``.
         nan_limit: Pushes that are not finite are dropped; more than so many end the training.
         push_log: A directory where every server records all its updates.
@@ -293,6 +293,7 @@ class ParameterServerStrategy(InGroups):
     @flushed
     def update(self, optimizer: Optimizer) -> None:
         pair = self._pairs.of(optimizer)
+        self._check_computed(pair)
         if self._is_due(pair):
             self.coordination.announce_options()
             self._update(pair, None, 0, False)
@@ -326,8 +327,7 @@ class ParameterServerStrategy(InGroups):
 
     def close(self) -> None:
         """Leave the job; the chief ends it once the workers have left."""
-        enter(None)
-        self.denormals.close()
+        self._let_go()
         self.coordination.failed(uncaught())
         atexit.unregister(self.close)
         self.coordination.leave()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from spartito.checkpoint.saved import Saved
@@ -20,12 +21,15 @@ from spartito.engine.backward import first_gradient
 from spartito.engine.batchnorm import local_batchnorms
 from spartito.engine.context import StepContext, current, enter, within
 from spartito.engine.drawing import Draws
+from spartito.engine.halves import compare_halves, doubt
 from spartito.engine.loss import (
     LossFunction,
     WeightedLoss,
     evaluate_loss,
     forward,
     in_dtype,
+    look,
+    of_torch,
     weigh,
 )
 from spartito.engine.precision import autocast
@@ -68,8 +72,9 @@ class Pipe:
 
     def cut_up(self, batch: Batch) -> list[Batch]:
         """The microbatches of a batch; BatchNorm gets two rows where there are some."""
-        count, model = self.shape.microbatches, self.pair.model
-        least = 2 if count > 1 and model.training and local_batchnorms(model) else 1
+        count = self.shape.microbatches
+        norms = local_batchnorms(self.pair.model) if count > 1 else ()
+        least = 2 if any(norm.training for norm in norms) else 1
         return divided(in_dtype(batch, self.pair.dtype), count, least)
 
     def call(self, part: Batch, has_loss: bool) -> Callable[[], Any]:
@@ -188,11 +193,22 @@ class Pipe:
         return schedules.orders(self.schedule, shape)[self.position]
 
     def _loss(self, loss: LossFunction | None, output: Any, part: Batch) -> WeightedLoss:
+        is_exact = self.pair.randomness is not None
+        trains = torch.is_grad_enabled()
         with autocast(self.pair.precision, CPU):
-            if self.pair.randomness is None or not torch.is_grad_enabled():
-                return weigh(evaluate_loss(loss, output, part), part)
-            with RandomnessForbidden():
-                return weigh(evaluate_loss(loss, output, part), part)
+            if loss is not None and not trains:
+                found = look(loss, output, part)
+            else:
+                with RandomnessForbidden() if is_exact and trains else nullcontext():
+                    given = evaluate_loss(loss, output, part)
+                found = weigh(given, part)
+            if trains and loss is not None and self.pair.checks_left and not of_torch(loss):
+                self.pair.checks_left -= 1
+                if not found.doubt:
+                    found = structs.replace(found, doubt=compare_halves(loss, output, part, found))
+        if found.doubt:
+            doubt(found.doubt, is_exact)
+        return found
 
     def _microbatches(self, parts: Sequence[Batch], has_loss: bool) -> list[Microbatch]:
         flags, randomness, context = self.piped.flags(), self.pair.randomness, current()

@@ -279,7 +279,7 @@ class PipelineStrategy(MeshStrategy):
         Raises:
             UserError: Parameters came to the model or the optimizer, or went.
         """
-        for pair in self._pairs.all:
+        for pair in self._pairs.in_use:
             self._pipes[id(pair.optimizer)].piped.check_unchanged(pair.optimizer)
         super().enter(batch)
 
@@ -372,7 +372,7 @@ class PipelineStrategy(MeshStrategy):
 
     def state_dict(self) -> dict[str, Any]:
         """Model and optimizer under the user's names, whole on all tasks; all call it."""
-        pair = self._pairs.only
+        pair = self._pairs.meant("state_dict()")
         state = self._state(pair)
         if self._parts.world_size > 1:
             state = gather_together(partial(self._apart, pair, state), self._tasks)

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -25,12 +26,16 @@ from spartito.engine.context import StepContext, enter
 from spartito.engine.denormals import flushed
 from spartito.engine.devices import choose_device, divide_cores
 from spartito.engine.gradients import Gradients
+from spartito.engine.halves import compare_halves, doubt
 from spartito.engine.loss import (
     LossFunction,
     WeightedLoss,
     evaluate_loss,
     forward,
     in_dtype,
+    look,
+    look_at_own,
+    of_torch,
     weigh,
 )
 from spartito.engine.memory import check_memory
@@ -39,6 +44,7 @@ from spartito.engine.optimizers import (
     check_initialized,
     check_members,
     check_optimizer,
+    check_undivided,
     check_whole,
     fuse,
     make_optimizer,
@@ -47,11 +53,12 @@ from spartito.engine.optimizers import (
 )
 from spartito.engine.precision import autocast, choose_precision, convert, make_loss_scale
 from spartito.engine.randomness import RandomnessForbidden, globalize, replaying
+from spartito.engine.stepping import ask_before_steps, stepped_apart, stop_asking
 from spartito.engine.unmade import is_unmade, make_all, making, plan_values
 from spartito.errors import UserError
 from spartito.log import warn
 from spartito.strategies.distributed import StepResult
-from spartito.strategies.pair import Pair
+from spartito.strategies.pair import Pair, check_taken, take
 from spartito.strategies.saving import SavingStrategy
 
 
@@ -101,6 +108,7 @@ class ReplicaStrategy(SavingStrategy):
             raise UserError(f"clip_norm={clip_norm}", "The norm of a gradient is above 0.")
         if self.cluster.world_size > 1 or self.cluster.addresses.get("ps"):
             check_initialized(model)
+        check_undivided(model)
         if not self._takes_shards:
             check_whole(model)
         if is_unmade(model):
@@ -134,6 +142,7 @@ class ReplicaStrategy(SavingStrategy):
             randomness, make_loss_scale(precision, self.device),
         )  # fmt: skip
         self._pairs.add(pair)
+        ask_before_steps(made, self._step_by_hand)
         return whole, made
 
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
@@ -144,7 +153,7 @@ class ReplicaStrategy(SavingStrategy):
         return self._update(pair, output, batch.global_size, stop)
 
     def flush(self) -> StepResult | None:
-        pair = self._pairs.only
+        pair = self._pairs.meant("flush()")
         if not pair.passes:
             return None
         return structs.replace(self._update(pair, None, 0, False), batches=0)
@@ -153,17 +162,21 @@ class ReplicaStrategy(SavingStrategy):
         has_rows = bool(batch.size)
         if not has_rows and not self._runs_without_rows:
             return 0.0, 0.0, None
-        pair = self._pairs.only
+        pair = self._pairs.meant("evaluate()")
         batch = in_dtype(batch if has_rows else _of_spare_rows(batch), pair.dtype)
         with torch.no_grad(), autocast(pair.precision, self.device):
-            output = forward(pair.model, batch.data, loss is not None)
-            found = weigh(evaluate_loss(loss, output, batch), batch)
+            if loss is None:
+                output, found = look_at_own(pair.model, batch)
+            else:
+                output = forward(pair.model, batch.data)
+                found = look(loss, output, batch)
+        self._look_at(found, pair.randomness is not None)
         if not has_rows:  # others may have waited for this pass; it counts for nothing
             return 0.0, 0.0, None
-        return found.value.item() * found.scale, float(found.weight), output
+        return float(found.total), float(found.weight), output
 
     def predict(self, batch: Batch, has_loss: bool) -> Any:
-        pair = self._pairs.only
+        pair = self._pairs.meant("predict()")
         runs_spare = not batch.size and self._runs_without_rows
         data = in_dtype(_of_spare_rows(batch) if runs_spare else batch, pair.dtype).data
         with torch.no_grad(), autocast(pair.precision, self.device):
@@ -177,17 +190,21 @@ class ReplicaStrategy(SavingStrategy):
     @flushed
     def backward(self, losses: Any, batch: Batch) -> None:
         found = weigh(losses, batch)
+        self._look_at(found, any(pair.randomness is not None for pair in self._pairs.all))
         again = [pair for pair in self._pairs.all if pair.gradients.backward_calls]
         loss_divisor = 0.0
         if again:  # what waits becomes the mean of its own batch, and this one joins it as such
             weights = [found.weight, *(pair.gradients.weight for pair in again)]
             weighed = torch.tensor([float(weight) for weight in weights]).double()
-            total, *before = self.reduce("sum", weighed).tolist()
+            with self._group.current_call.during("reduce"):  # with those that update together
+                total, *before = self._group.all_reduce(weighed).tolist()
             loss_divisor = total or 1.0
-            for pair, weight in zip(again, before, strict=True):
-                pair.gradients.normalize(weight)
+            scaled = set[int]()  # a parameter of several optimizers waits with the least of them
+            for weight, pair in sorted(zip(before, again, strict=True), key=itemgetter(0)):
+                pair.gradients.normalize(weight, scaled)
         for pair in self._pairs.all:
             pair.gradients.backward_calls += 1
+            pair.taken = 0
         self._backward(self._pairs.all, found, batch, loss_divisor)
         for pair in self._pairs.all if again else ():
             pair.gradients.normalize(0.0)
@@ -198,12 +215,48 @@ class ReplicaStrategy(SavingStrategy):
         if pair.accumulate > 1:
             what = f"update() after prepare(accumulate={pair.accumulate})"
             raise UserError(what, "In a loop of your own, call it once per so many batches.")
+        check_taken(pair)
+        self._check_computed(pair)
+        take(pair.gradients.parameters, self._pairs.sharing(optimizer))
         self._update(pair, None, 0, False)
 
     def close(self) -> None:
+        self._let_go()
+        super().close()
+
+    def _let_go(self) -> None:
+        """End what holds in this process while the strategy is in use."""
         enter(None)
         self.denormals.close()
-        super().close()
+        for pair in self._pairs.all:
+            stop_asking(pair.optimizer)
+
+    def _step_by_hand(self, optimizer: Optimizer, given: tuple[Any, ...]) -> bool:
+        """``optimizer.step()`` in a loop of the user's own is an update; whether it was one.
+
+        On one device it is the optimizer's own after ``loss.backward()``, as without a strategy.
+        """
+        pair = self._pairs.of(optimizer)
+        if not pair.gradients.backward_calls:
+            if self.cluster.world_size == 1 and not self.cluster.addresses.get("ps"):
+                return False
+            raise stepped_apart(optimizer, self.cluster.num_computing)
+        if any(each is not None for each in given):
+            raise UserError(
+                f"{type(optimizer).__name__}.step(closure) after strategy.backward()",
+                "Call optimizer.step() or strategy.update(optimizer): the gradients are there.",
+            )
+        self.update(optimizer)
+        return True
+
+    def _check_computed(self, pair: Pair) -> None:
+        """Refuse an update of gradients whose weight nobody knows: it would change nothing."""
+        gradients = pair.gradients
+        if not gradients.backward_calls and any(p.grad is not None for p in gradients.parameters):
+            raise UserError(
+                "update() without strategy.backward(): it knows not how much these gradients weigh",
+                "Write strategy.backward(loss, batch) in place of loss.backward().",
+            )
 
     def enter(self, batch: Batch) -> None:
         """Tell the modules that look beyond their replica which batch comes next.
@@ -311,13 +364,36 @@ class ReplicaStrategy(SavingStrategy):
         batch = in_dtype(batch, pair.dtype)
         if pair.precision == "fp32" and pair.randomness is None:
             output = forward(pair.model, batch.data, loss is not None)
-            return output, weigh(evaluate_loss(loss, output, batch), batch)
+            given = evaluate_loss(loss, output, batch)
+            return output, self._weigh(pair, loss, output, given, batch)
         with autocast(pair.precision, self.device):
             output = forward(pair.model, batch.data, loss is not None)
             divided = pair.randomness is not None and self._group.world_size > 1
             with RandomnessForbidden() if divided else nullcontext():
-                found = evaluate_loss(loss, output, batch)
-        return output, weigh(found, batch)
+                given = evaluate_loss(loss, output, batch)
+            return output, self._weigh(pair, loss, output, given, batch)
+
+    def _weigh(
+        self, pair: Pair, loss: LossFunction | None, output: Any, given: Any, batch: Batch
+    ) -> WeightedLoss:
+        """The sum and weight of what ``loss`` said of ``output``."""
+        found = weigh(given, batch)
+        if self._divides and loss is not None and pair.checks_left and not of_torch(loss):
+            pair.checks_left -= 1
+            if not found.doubt:
+                found = structs.replace(found, doubt=compare_halves(loss, output, batch, found))
+        self._look_at(found, pair.randomness is not None)
+        return found
+
+    @property
+    def _divides(self) -> bool:
+        """Whether a loss is computed of parts of a global batch."""
+        return self.num_replicas > 1
+
+    def _look_at(self, found: WeightedLoss, deterministic: bool) -> None:
+        """Refuse a loss of which the parts make no exact mean, or say so."""
+        if found.doubt and self._divides:
+            doubt(found.doubt, deterministic)
 
     @property
     def _runs_without_rows(self) -> bool:

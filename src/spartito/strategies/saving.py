@@ -19,6 +19,7 @@ from spartito.checkpoint.saving import (
     save_together,
 )
 from spartito.engine.optimizers import NoOptimizer, load_named_state, named_state, unwrap
+from spartito.errors import UserError
 from spartito.strategies.base import Strategy
 from spartito.strategies.pair import Pair
 from spartito.strategies.states import (
@@ -37,16 +38,27 @@ class SavingStrategy(Strategy):
     """
 
     def save(self, directory: Path, later: bool = False) -> Unwritten:
-        pair = self._pairs.only
+        pair = self._pairs.meant("save()")
         apart = partial(self._apart, pair, self._state(pair))
-        return save_together(directory, apart, self._tasks, self._kept_copies if later else None)
+        return save_together(
+            Path(directory), apart, self._tasks, self._kept_copies if later else None
+        )
 
-    def load(self, source: Path | Mapping[str, Any]) -> None:
-        self._load(Saved.at(source) if isinstance(source, Path) else Saved.of(source))
+    def load(self, source: str | Path | Mapping[str, Any]) -> None:
+        self._pairs.meant("load()")
+        if isinstance(source, str | Path):
+            self._load(Saved.at(Path(source)))
+            return
+        if "model" not in source:
+            raise UserError(
+                f"a state with {', '.join(map(repr, [*source][:3])) or 'nothing'}, and no 'model'",
+                'Give what state_dict() returned, or {"model": model.state_dict()}.',
+            )
+        self._load(Saved.of(source))
 
     def state_dict(self) -> dict[str, Any]:
         """Model and optimizer under the user's names, equal on all replicas; all call it."""
-        pair = self._pairs.only
+        pair = self._pairs.meant("state_dict()")
         state = self._state(pair)
         if not self._is_divided(pair):
             return state

@@ -192,6 +192,7 @@ class ShardedStrategy(ShardingStrategy):
                 self._learned += healing.fill(home)
         for pair in pairs:
             own_ones = {id(p) for p in unwrap(pair.model).parameters()}
-            own_homes = [h for h in homes if id(h.parameters[0]) in own_ones]
+            new = [home for home in homes if id(home.parameters[0]) not in self._homes]
+            own_homes = [home for home in new if id(home.parameters[0]) in own_ones]
             self._move_in(pair.model, own_homes)
         return found

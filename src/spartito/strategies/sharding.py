@@ -197,7 +197,9 @@ class ShardingStrategy(SynchronousStrategy):
         self._hooks += gather_around([home for home in homes if isinstance(home, GatheredHome)])
         if self._zero == 3:
             own = unwrap(model)  # of a compiled one
-            self._shown.setdefault(own, Shown()).watch(own, homes)
+            found = (self._homes.get(id(parameter)) for parameter in own.parameters())
+            of_model = [home for home in dict.fromkeys(found) if home is not None]
+            self._shown.setdefault(own, Shown()).watch(own, of_model)
 
     def _make_homes(self, members: Sequence[Members], stage: Stage) -> Iterator[Home]:
         """A home for the values of each block; all replicas call this."""

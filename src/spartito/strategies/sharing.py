@@ -66,7 +66,14 @@ class Placed(Distributed):
         self.waited = 0.0
 
     def __iter__(self) -> Generator[Batch]:
-        return self._denormals.during(self._on_device(iter(self._batches)))
+        return self._denormals.during(self._unseen(self._on_device(iter(self._batches))))
+
+    def _unseen(self, batches: Generator[Batch]) -> Generator[Batch]:
+        """Batches of a loop of the user's own, in which nobody else compares replicas."""
+        for batch in batches:
+            if self._pairs is not None:
+                self._pairs.unseen = True
+            yield batch
 
     def epochs(
         self, count: int, steps: int | None, done: int, figures: Figures | None = None

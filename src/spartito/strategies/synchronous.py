@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
@@ -22,6 +23,7 @@ from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader
 from spartito.data.source import PerWorker
 from spartito.engine import clipping
+from spartito.engine.checksum import DriftedError
 from spartito.engine.compression import Compression, Whole
 from spartito.engine.context import enter
 from spartito.engine.ddp import Overlapped, OverlappedGradients
@@ -29,7 +31,7 @@ from spartito.engine.gradients import Gradients, LocalGradients, Number, PackedG
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import skipping
 from spartito.engine.sliced import SlicedGradients
-from spartito.errors import TaskLostError, UserError
+from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.strategies.coordination import SynchronousCoordination
 from spartito.strategies.distributed import Distributed, StepResult
 from spartito.strategies.groups import Groups, one_shard_each, send
@@ -217,9 +219,27 @@ class SynchronousStrategy(ReplicaStrategy):
         return output
 
     def close(self) -> None:
-        enter(None)
-        self.denormals.close()
-        self._leave()
+        try:
+            self._compare_at_end()
+        finally:
+            self._let_go()
+            self._leave()
+
+    def _compare_at_end(self) -> None:
+        """Compare the replicas after a loop of the user's own, in which nothing else does.
+
+        Who does not come to this has no part in it: others may close long before.
+        """
+        unseen, self._pairs.unseen = self._pairs.unseen, False
+        if not unseen or self.cluster.world_size == 1 or sys.exc_info()[1] is not None:
+            return
+        try:
+            with self.coordination.during("close"):
+                self.coordination.compare()
+        except DriftedError:
+            raise
+        except SpartitoError:
+            pass
 
     def _state(self, pair: Pair) -> dict[str, Any]:
         self.coordination.compare()
@@ -240,12 +260,18 @@ class SynchronousStrategy(ReplicaStrategy):
         if group.world_size == 1:
             return model, LocalGradients(optimizer)
         if self._overlaps and isinstance(group, ProcessGroupCollective):
+            sharing = self._pairs.sharing(optimizer)
+            for pair in sharing:
+                if isinstance(pair.gradients, OverlappedGradients):
+                    pair.gradients.give_up_overlap()
             whole = Overlapped(model, group)
             self._overlapped.append(whole)
             compression = self._new_compression()
-            return whole, OverlappedGradients(
+            overlapped = OverlappedGradients(
                 optimizer, group, whole, self._finds_unused, compression
             )
+            overlapped.shares = bool(sharing)
+            return whole, overlapped
         if (
             self._divides_updates
             and self.recovery is None
@@ -288,6 +314,10 @@ class SynchronousStrategy(ReplicaStrategy):
             self._repeating.end(pair)
         if aboard is not None:  # last: an update of shards may still be undone
             aboard.brought(rest[len(drawn) :])
+        if not pair.is_compared:
+            pair.is_compared = True
+            if randomness is not None and self.recovery is None:  # else some may be here later
+                self.coordination.compare_buffers()
         return StepResult(
             output,
             examples,

@@ -41,6 +41,16 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     },
     "evaluate": {"dataloaders": "data", "dataset": "data", "x": "data"},
     "predict": {"dataloaders": "data", "dataset": "data", "x": "data"},
+    "BackupAndRestore": {"backup_dir": "directory", "save_freq": "every"},
+    "CSVLogger": {"path": "filename"},
+    "EarlyStopping": {},
+    "LearningRateScheduler": {},
+    "ModelCheckpoint": {
+        "dirpath": "directory",
+        "every_n_train_steps": "every_steps",
+        "filepath": "directory",
+    },
+    "TensorBoard": {"log_dir": "directory"},
 }
 """Names of Keras, Lightning, Accelerate and others that mean exactly one of ours."""
 
@@ -85,6 +95,39 @@ HINTS: Mapping[str, Mapping[str, str]] = {
     },
     "evaluate": {"y": "Write evaluate((x, y)).", "sample_weight": "Give it as part of the target."},
     "predict": {"y": "A prediction takes no targets."},
+    "BackupAndRestore": {
+        "double_checkpoint": "Leave it out: the newest two are always kept.",
+        "verbose": "Leave it out: what it goes on from is always said.",
+    },
+    "CSVLogger": {
+        "separator": "Leave it out: columns are separated by commas.",
+        "verbose": "Leave it out.",
+    },
+    "EarlyStopping": {
+        "baseline": "Leave it out: compare trainer.history after fit() instead.",
+        "verbose": "Leave it out: the end of fit() says why it stopped.",
+    },
+    "LearningRateScheduler": {"verbose": "Leave it out: the rate is among the figures."},
+    "ModelCheckpoint": {
+        "every_n_epochs": "Leave it out: every epoch is saved; keep=3 keeps the newest three.",
+        "filename": "Leave it out: checkpoints are called by their step, step-00000400.",
+        "initial_value_threshold": "Leave it out: the first epoch is the best so far.",
+        "period": "Leave it out: every epoch is saved; keep=3 keeps the newest three.",
+        "save_freq": "Write every_steps=100; after each epoch it is saved anyway.",
+        "save_last": "Leave it out: the newest is always kept.",
+        "save_top_k": "Write keep=3: the newest three and the best stay.",
+        "save_weights_only": "Leave it out: model.safetensors in each checkpoint has the weights.",
+        "verbose": "Leave it out.",
+    },
+    "TensorBoard": {
+        "embeddings_freq": "Leave it out: figures of epochs are written.",
+        "histogram_freq": "Leave it out: figures of epochs are written.",
+        "profile_batch": "Leave it out, and use torch.profiler.",
+        "update_freq": "Leave it out: figures are written after each epoch.",
+        "write_graph": "Leave it out: figures of epochs are written.",
+        "write_images": "Leave it out: figures of epochs are written.",
+        "write_steps_per_second": "Leave it out: the speed is always written.",
+    },
 }
 """Names of theirs that mean something that is written elsewhere, and what to write."""
 
@@ -92,7 +135,7 @@ HINTS: Mapping[str, Mapping[str, str]] = {
 def known_names(
     name: str,
 ) -> Callable[[Callable[Concatenate[T, P], R]], Callable[Concatenate[T, P], R]]:
-    """Have a method of the trainer take the ``ALIASES`` of ``name``, and refuse what is unknown.
+    """Have a method or a callback take the ``ALIASES`` of ``name``, and refuse what is unknown.
 
     The call itself is what a type checker sees: aliases are for people and their scripts.
     """

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
-import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from spartito.checkpoint.manager import CheckpointManager
 from spartito.errors import UserError
 from spartito.storage.atomic import read_manifest, sweep
+from spartito.training.sameness import EXAMPLES, OPTIONS, other_option
 
 OF = "backup"
 """What a manifest says of the training; also the section with what a checkpoint lacks."""
@@ -62,7 +62,7 @@ class Backups(Protocol):
 
 
 def folder_of(fit: int) -> str:
-    """The folder of the backups of a trainer's ``fit``-th fit, from 1, beside those of others."""
+    """The folder of the backups of a script's ``fit``-th fit there, from 1, beside the others."""
     return f"fit-{fit}"
 
 
@@ -75,7 +75,7 @@ class LocalBackups(Backups):
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._manager = CheckpointManager(directory, KEPT)
+        self._manager = CheckpointManager(directory, KEPT, alone=True)
 
     def newest(self) -> str:
         self._manager.prepare()
@@ -101,22 +101,33 @@ class LocalBackups(Backups):
         self._manager.end(name)
 
     def remove(self) -> None:
-        if not self.directory.exists():
-            return
-        aside = self.directory.with_name(f".{self.directory.name}.{secrets.token_hex(4)}.new")
-        self.directory.rename(aside)  # at once: no part of them is ever taken for the newest
-        shutil.rmtree(aside, ignore_errors=True)
-        sweep(self.directory.parent)
+        self._manager.remove_all()
+        sweep(self.directory)
+        with suppress(OSError):  # it is not there, or holds what others put there
+            self.directory.rmdir()
 
 
 def check_training(path: Path, now: Mapping[str, Any]) -> None:
     """Refuse a backup of another training; ``now`` says what this one is of, as JSON."""
     then = read_manifest(path).about.get(OF) or {}
     for key, value in now.items():
-        if then.get(key) != value:
-            raise UserError(
-                f"{path} is the backup of another training: {key} was {then.get(key)!r} there, "
-                f"and is {value!r} now",
-                "Run what was interrupted again, remove the backup to begin anew, or name "
-                "another directory.",
-            )
+        if key not in (OPTIONS, EXAMPLES) and then.get(key) != value:
+            raise _other(path, key, then.get(key), value)
+    # Earlier versions have not written these, and of some data nothing can be said.
+    if other := other_option(then.get(OPTIONS) or (), now.get(OPTIONS) or ()):
+        raise _other(path, *other)
+    pairs = zip(then.get(EXAMPLES) or (), now.get(EXAMPLES) or (), strict=False)
+    if any(old != new for old, new in pairs):
+        raise UserError(f"{path} is the backup of another training: its data was another", _ADVICE)
+
+
+_ADVICE = (
+    "Run what was interrupted again, remove the backup to begin anew, or name another directory."
+)
+
+
+def _other(path: Path, what: str, then: Any, now: Any) -> UserError:
+    return UserError(
+        f"{path} is the backup of another training: {what} was {then!r} there, and is {now!r} now",
+        _ADVICE,
+    )

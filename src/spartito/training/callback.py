@@ -16,6 +16,7 @@ from spartito.strategies import Strategy
 from spartito.strategies.coordination import Coordination
 from spartito.training.history import History
 from spartito.training.metrics import Metric
+from spartito.training.modes import Modes
 from spartito.training.preemption import Notice
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Training(Protocol):
     run_dir: Path | None
     about: dict[str, Any]
     notice: Notice
+    modes: Modes
 
     @property
     def data_wait_fraction(self) -> float:
@@ -101,7 +103,8 @@ class Callback:
     Every hook runs on every replica (under ``parameter_server`` on the chief), and ``logs`` of an
     epoch are equal on all of them. The ``logs`` of a batch are read lazily: what is not looked
     at costs nothing, and a hook that is not overridden is never called. In training ``loss``
-    there is exact over all replicas; metrics are those of this replica's rows until the end.
+    there is exact over all replicas (under ``parameter_server`` that of the chief's own batches,
+    as workers do not meet); metrics are those of this replica's rows until the end.
 
     Parameters have no ``.grad`` in a hook: an update has used them up. Where several batches make
     an update, it has those of this replica's rows until that is due, not yet summed.

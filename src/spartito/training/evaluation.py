@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from itertools import chain as flatten
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import nn
 
 from spartito.data.batch import Batch
@@ -18,10 +17,12 @@ from spartito.errors import UserError
 from spartito.heartbeat import EVALUATE, beat
 from spartito.log import warn
 from spartito.strategies import Strategy
+from spartito.training.blame import note_batch
 from spartito.training.callback import Callback, hooks
 from spartito.training.clock import StepLogs
 from spartito.training.metrics import Metric
 from spartito.training.metrics.gathering import MetricSet, computed
+from spartito.training.modes import evaluating
 
 
 class Evaluation:
@@ -63,7 +64,11 @@ class Evaluation:
                     beat(None, EVALUATE)
                     for hook in begin:
                         hook(number)
-                    loss, weight, output = self._strategy.evaluate(batch, self._loss)
+                    try:
+                        loss, weight, output = self._strategy.evaluate(batch, self._loss)
+                    except Exception as error:
+                        note_batch(error, batch, self._chain, f"in evaluation step {number + 1}")
+                        raise
                     losses[0] += loss
                     losses[1] += weight
                     examples += batch.size
@@ -100,15 +105,3 @@ class Evaluation:
         if self._steps is not None and done < self._steps:
             warn("%d steps to evaluate, and the data has %d batches", self._steps, done)
             self._steps = None  # said once
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, without gradients, and then as it was."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)

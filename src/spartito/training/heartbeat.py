@@ -13,6 +13,7 @@ from typing import Literal
 from spartito.checkpoint.manager import CheckpointManager
 from spartito.errors import UserError
 from spartito.storage.atomic import write_file_atomically
+from spartito.storage.own_files import check_own, has_keys
 from spartito.training.callback import Callback
 
 FILE = "training.json"
@@ -87,6 +88,7 @@ class Heartbeat(Callback):
 
     def on_train_begin(self) -> None:
         """Say that the training runs, in place of what an earlier one left."""
+        check_own(self._manager.directory, {FILE: has_keys("state", "fit", "first")})
         self._over.set()  # of an `on_train_begin` before this one, where a task came back
         before = look(self._manager.directory) if self.trainer.went_on else None
         if before is not None and before.signal.fit == self._fit:  # another process's, of this fit

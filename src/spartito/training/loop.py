@@ -20,6 +20,7 @@ from spartito.failpoints import watched
 from spartito.heartbeat import DATA, EVALUATE, SERVE, STEP, beat
 from spartito.log import warn
 from spartito.strategies import StepResult
+from spartito.training.blame import note_batch
 from spartito.training.callback import Training, hooks
 from spartito.training.clock import Clock, StepLogs
 from spartito.training.evaluation import Evaluation
@@ -185,7 +186,7 @@ class TrainingLoop:
         trainer, strategy, clock, logs = self._trainer, self._strategy, self.clock, self._logs
         begin = hooks(trainer.callbacks, "on_train_batch_begin")
         end = self._after_steps()
-        trainer.model.train()
+        trainer.modes.begin(trainer.model, trainer.is_chief)
         trainer.schedule.begin_epoch()
         clock.start(self._examples)
         if self._random:
@@ -203,7 +204,12 @@ class TrainingLoop:
                 break
             for hook in begin:
                 hook(self._done)
-            result = step(batch)
+            try:
+                result = step(batch)
+            except Exception as error:
+                at = f"in step {self._done + 1} of epoch {self._running + 1}"
+                note_batch(error, batch, self.chain, at)
+                raise
             self._own_examples += batch.size
             self._own_batches += 1
             self._came(result)

@@ -13,6 +13,7 @@ from spartito.training.callbacks.progress_bar import ProgressBar
 from spartito.training.evaluator import first_checkpoint, own_checkpoint
 from spartito.training.heartbeat import Heartbeat
 from spartito.training.nonfinite import IGNORE, NonFinite
+from spartito.training.outputs import take_outputs
 from spartito.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -59,11 +60,12 @@ def take_office(trainer: Trainer) -> bool:
     Returns whether that has changed; it has other callbacks then.
     """
     is_chief = trainer.coordination.cluster.is_chief
-    if is_chief == trainer.is_chief:
-        return False
-    trainer.is_chief = is_chief
-    trainer._folder = RunFolder(trainer.run_dir) if trainer.run_dir and is_chief else None
-    trainer.callbacks = trainer._all_callbacks()
-    for callback in trainer.callbacks:
-        callback.set_trainer(trainer)
-    return True
+    changed = is_chief != trainer.is_chief
+    if changed:
+        trainer.is_chief = is_chief
+        trainer._folder = RunFolder(trainer.run_dir) if trainer.run_dir and is_chief else None
+        trainer.callbacks = trainer._all_callbacks()
+        for callback in trainer.callbacks:
+            callback.set_trainer(trainer)
+    take_outputs(trainer, inherits=True)
+    return changed

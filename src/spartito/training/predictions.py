@@ -17,6 +17,7 @@ from spartito.engine.loss import LossFunction
 from spartito.errors import UserError
 from spartito.heartbeat import EVALUATE, beat
 from spartito.strategies import Strategy
+from spartito.training.blame import note_batch
 from spartito.training.callback import Callback, hooks
 
 
@@ -38,7 +39,11 @@ def predicted(
             beat(None, EVALUATE)
             for hook in begin:
                 hook(number)
-            output = strategy.predict(batch, loss is not None)
+            try:
+                output = strategy.predict(batch, loss is not None)
+            except Exception as error:
+                note_batch(error, batch, dataset, f"in prediction step {number + 1}")
+                raise
             outputs.append(whole(output, batch, batches.gather))
             for hook in end:
                 hook(number, {"outputs": output})

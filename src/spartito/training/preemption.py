@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from spartito.errors import PreemptedError, UserError
 from spartito.log import warn
-from spartito.strategies.ending import PREEMPTING, is_caught
+from spartito.strategies.ending import PREEMPTING, Again, die_of, is_caught
 
 POLL_SECONDS = 1.0
 """Between two looks for a notice."""
@@ -69,6 +69,8 @@ class Notice:
 class Preemption(Notice):
     """A notice that is followed: all tasks hear of it with the next step, and leave after it.
 
+    A second SIGTERM ends this process at once, whatever it waits for.
+
     Args:
         save: Saves all that another run needs; all tasks call it.
         signals: Those that are a notice.
@@ -83,6 +85,7 @@ class Preemption(Notice):
     ) -> None:
         self.text = ""
         self._save, self._numbers, self._source = save, signals, source
+        self._again = Again()
 
     @property
     def came(self) -> bool:
@@ -92,7 +95,7 @@ class Preemption(Notice):
         raise PreemptedError(f"{why}; {self._save()}")
 
     def __enter__(self) -> Self:
-        self.text, self._left = "", Event()
+        self.text, self._left, self._again = "", Event(), Again()
         super().__enter__()
         self._before |= {n: signal.signal(n, self._take) for n in self._rest()}
         if self._source is not None:
@@ -114,6 +117,8 @@ class Preemption(Notice):
         return self._numbers
 
     def _take(self, number: int, frame: FrameType | None) -> None:
+        if self._again.came(number):
+            die_of(number)
         self.text = self.text or signal.Signals(number).name
         if self.at_once:
             raise PreemptedError(self.text)

@@ -313,8 +313,7 @@ class RecoveringLoop(TrainingLoop):
         """Nobody is left who has the state: go on from a backup, if there is one."""
         trainer = self._recovering
         backup = next((each for each in trainer._given if isinstance(each, BackupAndRestore)), None)
-        of = trained_on(trainer, self.chain, self._steps)
-        found = backup and backup.find(trainer, trainer._fits, of)
+        found = backup and backup.find(trainer, trained_on(trainer, self.chain, self._steps))
         saved, trainer._restored, self._saved_callbacks = trainer._restored, None, []
         if not found or saved is None:
             if self._nowhere is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +15,16 @@ from typing import Any
 from spartito.errors import UnwritableError, UserError
 from spartito.log import warn
 from spartito.storage.private import private_directory
-from spartito.storage.remote import Store, download, keep_only, upload, whole_ones
+from spartito.storage.remote import (
+    Store,
+    UnreadableError,
+    download,
+    new_name,
+    remove_all,
+    remove_older,
+    upload,
+    whole_ones,
+)
 from spartito.training.backups import KEPT, Backups
 
 _ADVICE = "Name another folder for temporary files by TMPDIR."
@@ -46,6 +54,8 @@ class RemoteBackups(Backups):
         for name, _ in reversed(whole_ones(self._store)):
             try:
                 self.fetch(name)
+            except UnreadableError:  # it may be whole: an older one would be another training
+                raise
             except UserError as error:
                 warn("%s is passed over: %s", name, error)
             else:
@@ -84,7 +94,7 @@ class RemoteBackups(Backups):
         return f"{self._store.url}/{name}".rstrip("/")
 
     def begin(self, name: str) -> dict[str, Any]:
-        self._upload = f"{name}.{secrets.token_hex(4)}"
+        self._upload = new_name(name)
         with _saving():
             self._prepare()
             found = whole_ones(self._store)
@@ -98,11 +108,17 @@ class RemoteBackups(Backups):
                 upload(self._store, path, self._upload)
             finally:
                 shutil.rmtree(path, ignore_errors=True)
-            keep_only(self._store, [name for name, _ in whole_ones(self._store)][-KEPT:])
+            whole = [name for name, _ in whole_ones(self._store)]
+            if self._upload not in whole:
+                raise UserError(f"{self.where(self._upload)} was uploaded, and is not whole there")
+        try:
+            remove_older(self._store, {self._upload, *whole[-KEPT:]}, KEPT)
+        except UserError as error:  # the next turn tries it again
+            warn("older backups are left: %s", error)
 
     def remove(self) -> None:
         try:
-            keep_only(self._store, ())
+            remove_all(self._store)
         except UserError as error:
             warn("backups of a complete training are left: %s", error)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -115,7 +131,13 @@ class RemoteBackups(Backups):
     def _download(self, name: str, path: Path) -> None:
         part = path.with_name("part")
         shutil.rmtree(path.parent, ignore_errors=True)  # what killed tasks left, and older ones
-        download(self._store, name, part)
+        try:
+            download(self._store, name, part)
+        except UnreadableError:
+            raise
+        except UserError:  # perhaps on its way, and not there
+            shutil.rmtree(part, ignore_errors=True)
+            download(self._store, name, part)
         part.rename(path)
 
 

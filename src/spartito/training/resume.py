@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spartito.checkpoint.manager import CheckpointManager, identify_checkpoint
 from spartito.data.dataset import Dataset
 from spartito.engine.optimizers import unwrap
 from spartito.errors import UserError
 from spartito.strategies.coordination import Coordination
-from spartito.training.callback import Callback, Training
+from spartito.training.callback import Callback
+from spartito.training.sameness import EXAMPLES, OPTIONS, sample
+
+if TYPE_CHECKING:
+    from spartito.training.trainer import Trainer
 
 _ORDER = ("batch_size", "examples", "drop_remainder", "shuffled", "seed")
 
@@ -29,14 +33,19 @@ def meaning(chain: Dataset, steps: int | None, seed: int) -> dict[str, Any]:
     }
 
 
-def trained_on(trainer: Training, chain: Dataset, steps: int | None) -> dict[str, Any]:
-    """What a backup must be of to go on with it: the model and how it learns, and the data."""
+def trained_on(trainer: Trainer, chain: Dataset, steps: int | None) -> dict[str, Any]:
+    """What a backup must be of to go on with it: the model and how it learns, and the data.
+
+    Examples are read on the chief alone, which compares them.
+    """
     optimizer, schedule = trainer.optimizer, trainer.scheduler
     return {
         "model": type(unwrap(trainer.model)).__name__,
         "optimizer": type(optimizer).__name__,
         "schedule": schedule and type(schedule).__name__,
         **meaning(chain, steps, trainer.seed),
+        OPTIONS: trainer.first_options,
+        EXAMPLES: sample(chain) if trainer.is_chief else None,
     }
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,38 +15,53 @@ from typing import Any
 import torch
 
 from spartito.engine.optimizers import unwrap
+from spartito.errors import UnwritableError
+from spartito.log import warn
+from spartito.report.ends import COMPLETE, NOT_FINITE, STOPPED
 from spartito.report.evaluations import EVALUATIONS, keep_until
 from spartito.report.lines import line_of, record_of
-from spartito.report.page import write_report
-from spartito.storage.atomic import write_file_atomically
+from spartito.report.page import OF_A_PAGE, REPORT, write_report
+from spartito.storage.atomic import check_writable, write_file_atomically
+from spartito.storage.own_files import begins_with, check_own, has_keys
 from spartito.training.callback import Callback, Logs
+from spartito.training.nonfinite import STOP
 from spartito.training.summary import summarize
 
 CONFIG = "config.json"
 HISTORY = "history.jsonl"
+FILES = {
+    CONFIG: has_keys("spartito", "torch"),
+    HISTORY: begins_with('{"epoch": '),
+    EVALUATIONS: begins_with('{"epoch": '),
+    REPORT: OF_A_PAGE,
+}
+"""What is written here, and how it is known."""
 
 
 class RunFolder(Callback):
     """Writes ``config.json``, ``history.jsonl`` and ``report.html``; only the chief has one.
 
-    Raises `UserError` at once when ``directory`` cannot be written.
+    Raises `UserError` at once when ``directory`` cannot be written. A disk that is full later ends
+    no training: that is said once, and lines of the history are written when there is space.
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         self._written: set[int] = set()
-        write_file_atomically(directory / ".writable", "")
-        (directory / ".writable").unlink()
+        self._waiting = ""
+        self._refused = False
+        check_writable(directory)
+        check_own(directory, FILES)
 
     def on_train_begin(self) -> None:
         """Write the settings; a run that starts from nothing starts its history anew."""
-        self._written = set()
-        write_file_atomically(self._directory / CONFIG, json.dumps(self._config(), indent=2))
+        self._written, self._waiting = set(), ""
+        write_file_atomically(self.directory / CONFIG, json.dumps(self._config(), indent=2))
         if self.trainer.epoch == 0:
-            write_file_atomically(self._directory / HISTORY, "")
-        keep_until(self._directory / HISTORY, self.trainer.step, self.trainer.epoch)
+            write_file_atomically(self.directory / HISTORY, "")
+        keep_until(self.directory / HISTORY, self.trainer.step, self.trainer.epoch)
         if not self.trainer.went_on:  # else the checkpoints that were evaluated hold
-            keep_until(self._directory / EVALUATIONS, self.trainer.step, self.trainer.epoch)
+            keep_until(self.directory / EVALUATIONS, self.trainer.step, self.trainer.epoch)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Append the epoch to the history."""
@@ -56,7 +75,7 @@ class RunFolder(Callback):
             step: The steps until its end.
             logs: Its figures.
         """
-        path = self._directory / HISTORY
+        path = self.directory / HISTORY
         lines = path.read_text().splitlines() if path.exists() else []
         known = {record["epoch"]: line for line in lines if "epoch" in (record := record_of(line))}
         self._written = set(known)
@@ -67,18 +86,60 @@ class RunFolder(Callback):
         if epoch + 1 in self._written:
             return
         self._written.add(epoch + 1)
-        with open(self._directory / HISTORY, "a") as file:
-            file.write(line_of({"epoch": epoch + 1, "step": step, **logs}) + "\n")
+        self._waiting += line_of({"epoch": epoch + 1, "step": step, **logs}) + "\n"
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write the lines that wait for space."""
+        if not self._waiting:
+            return
+        with self._going_on(), open(self.directory / HISTORY, "ab", buffering=0) as file:
+            size = file.tell()
+            try:
+                file.write(self._waiting.encode())
+                if file.tell() < size + len(self._waiting.encode()):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(size)  # no half of a line
+                raise
+            self._waiting = ""
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Say once that something could not be written, and go on."""
+        try:
+            yield
+        except (OSError, UnwritableError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            if not self._refused:
+                warn("%s cannot be written: %s\n  Training goes on without it.",
+                     self.directory, why)  # fmt: skip
+            self._refused = True
 
     def on_train_end(self) -> None:
         """Write the settings with what the strategy found, and draw the report."""
-        write_file_atomically(self._directory / CONFIG, json.dumps(self._config(), indent=2))
-        write_report(self._directory)
+        config = self._config()
+        if (end := self._end()) is not None:
+            config["fit"]["end"] = end
+        self._flush()
+        with self._going_on():
+            write_file_atomically(self.directory / CONFIG, json.dumps(config, indent=2))
+            write_report(self.directory)
+
+    def _end(self) -> str | None:
+        """How the training ended; None where it goes on elsewhere, as after a preemption."""
+        trainer = self.trainer
+        if trainer.stop_training and trainer.on_nonfinite == STOP and trainer.skips.total:
+            return NOT_FINITE
+        if trainer.epoch >= trainer.epochs:
+            return COMPLETE
+        return STOPPED if trainer.stop_training else None
 
     def on_train_error(self, error: BaseException) -> None:
         """Draw the report of what there is: an hour of epochs is worth a look, error or not."""
         if self.trainer.history.epoch:
-            write_report(self._directory)
+            with self._going_on():  # the error is what counts
+                write_report(self.directory)
 
     def _config(self) -> dict[str, Any]:
         trainer, model = self.trainer, self.trainer.model

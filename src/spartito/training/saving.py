@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread, main_thread
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from spartito.log import warn
 from spartito.storage.atomic import writable, write_directory
 from spartito.storage.tensors import copied
 from spartito.training.callback import Callback
+from spartito.training.refusals import Destination, reason_of
 from spartito.training.schedule import scheduler_state
 
 if TYPE_CHECKING:
@@ -46,7 +48,8 @@ class Saves:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._writing: Writing | None = None
-        self._refused = False
+        self.destinations: dict[Path, Destination] = {}
+        """Where automatic saves went in this fit, equal on all tasks that call `save`."""
         self.cost = 0.0
         """Seconds that the last one took of this task: its own, and of a thread's processor."""
 
@@ -63,6 +66,7 @@ class Saves:
         later: bool = False,
         otherwise: Then | None = None,
         beside: Beside = dict,
+        keeps: bool = True,
     ) -> bool:
         """Write a checkpoint; all tasks call it, and have the same error where it fails.
 
@@ -74,6 +78,7 @@ class Saves:
             otherwise: What all tasks do where a disk refuses: then that is a warning, and training
                 goes on.
             beside: Further sections.
+            keeps: Whether it outlives the training.
 
         Returns:
             Whether it is written, or, with ``later``, begun.
@@ -82,38 +87,46 @@ class Saves:
             UserError: On all tasks; also for the one before, which was written in a thread.
         """
         self.finish()
+        target = Target(path, self._trainer.step, otherwise, keeps)
         self.cost, began = 0.0, time.perf_counter()
         try:
             with during(SAVE):
-                self._save(path, about, then, later, otherwise, beside)
+                self._save(target, about, then, later, beside)
         except UnwritableError as error:
             if otherwise is None:
                 raise
-            self._refuse(error)
+            self._refuse(target, error)
             otherwise()
             return False
         finally:
             self.cost += time.perf_counter() - began
         if not later:
-            self._refused = False
+            self._succeed(target)
         return True
 
-    def _refuse(self, error: UnwritableError) -> None:
-        """Say once that nothing can be written; all tasks call it."""
-        if not self._refused and self._trainer.is_chief:
+    def _refuse(self, target: Target, error: UnwritableError) -> None:
+        """Say once that nothing can be written there; all tasks call it."""
+        folder = target.path.parent
+        before = self.destinations.get(folder, Destination())
+        if not before.refused and self._trainer.is_chief:
             warn("%s\n  Training goes on without it; each turn is another try.", error)
-        self._refused = True
+        self.destinations[folder] = before.after_refusal(reason_of(error), target.keeps)
+
+    def _succeed(self, target: Target) -> None:
+        if target.otherwise is not None:
+            folder = target.path.parent
+            before = self.destinations.get(folder, Destination())
+            self.destinations[folder] = before.after_success(target.step, target.keeps)
 
     def _save(
         self,
-        path: Path,
+        target: Target,
         about: About | None,
         then: Then | None,
         later: bool,
-        otherwise: Then | None,
         beside: Beside,
     ) -> None:
-        trainer = self._trainer
+        trainer, path = self._trainer, target.path
         attempt = trainer.coordination.attempt
         with ExitStack() as stack:
 
@@ -140,7 +153,7 @@ class Saves:
                 return ""
 
             if later:
-                self._writing = Writing(unwritten, end, stack.pop_all(), otherwise)
+                self._writing = Writing(unwritten, end, stack.pop_all(), target)
             else:
                 attempt(lambda: end(stack))
 
@@ -156,12 +169,12 @@ class Saves:
         try:
             self._finish(writing)
         except UnwritableError as error:
-            if writing.otherwise is None:
+            if writing.target.otherwise is None:
                 raise
-            self._refuse(error)
-            writing.otherwise()
+            self._refuse(writing.target, error)
+            writing.target.otherwise()
         else:
-            self._refused = False
+            self._succeed(writing.target)
 
     def _finish(self, writing: Writing) -> None:
         attempt = self._trainer.coordination.attempt
@@ -179,6 +192,23 @@ class Saves:
             writing.give_up(0.0 if isinstance(error, TaskLostError) else LAST_SECONDS)
 
 
+@dataclass(frozen=True)
+class Target:
+    """What is saved, and where.
+
+    Args:
+        path: The directory of the checkpoint.
+        step: The global step that it is of.
+        otherwise: What all tasks do where a disk refuses, if that is no error of the training.
+        keeps: Whether it outlives the training.
+    """
+
+    path: Path
+    step: int
+    otherwise: Then | None
+    keeps: bool
+
+
 class Writing:
     """A checkpoint that a thread writes.
 
@@ -186,7 +216,7 @@ class Writing:
         unwritten: This task's own part.
         end: What is done once the parts of all tasks are there; closes ``entered``.
         entered: On the chief the directory that is being written; left with an error if one comes.
-        otherwise: What all tasks do where a disk refuses, if that is no error of the training.
+        target: What it is.
     """
 
     def __init__(
@@ -194,9 +224,9 @@ class Writing:
         unwritten: Unwritten,
         end: Callable[[ExitStack], str],
         entered: ExitStack,
-        otherwise: Then | None = None,
+        target: Target,
     ) -> None:
-        self.otherwise = otherwise
+        self.target = target
         self._unwritten, self._end, self._entered = unwritten, end, entered
         self._written, self._given_up = Event(), Event()
         self._error: UserError | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from spartito.engine.optimizers import WHOLE_SHAPE
 from spartito.errors import UserError
+from spartito.training.modes import evaluating
 
 Shapes = Mapping[str, str]
 
@@ -189,7 +189,7 @@ def _output_shapes(model: nn.Module, example: Any) -> Shapes:
         for name, module in model.named_modules()
     ]
     try:
-        with _evaluating(model), torch.no_grad(), torch.random.fork_rng():
+        with evaluating(model), torch.random.fork_rng():
             _call(model, example)
     except (RuntimeError, TypeError, ValueError, IndexError, KeyError, UserError) as error:
         raise UserError(
@@ -218,18 +218,6 @@ def _like(model: nn.Module) -> dict[str, Any]:
         if tensor.is_floating_point():
             return {"dtype": tensor.dtype, "device": tensor.device}
     return {}
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a block; each module goes back to the mode that it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _shape(value: Any) -> str:

@@ -15,25 +15,32 @@ from spartito.data.dataset import Dataset, as_dataset
 from spartito.engine.loss import LossFunction, make_loss
 from spartito.engine.optimizers import NoOptimizer, OptimizerLike, unwrap
 from spartito.engine.recompute import Recompute, recompute
-from spartito.errors import PreemptedError, UserError
-from spartito.log import note
+from spartito.errors import PreemptedError, UnwritableError, UserError
+from spartito.folders import check_free
+from spartito.log import note, warn
+from spartito.storage.tensors import check_storable
 from spartito.strategies import Strategy, job_strategy
 from spartito.training.arguments import asked_epochs, known_names
 from spartito.training.callback import Callback, check_given
 from spartito.training.callbacks.backup_and_restore import BackupAndRestore
-from spartito.training.evaluation import Evaluation, evaluating
+from spartito.training.evaluation import Evaluation
 from spartito.training.evaluator import check_callbacks, first_checkpoint, follow, own_checkpoint
+from spartito.training.figures import Figures
 from spartito.training.history import History
 from spartito.training.loop import TrainingLoop
 from spartito.training.loops import make_loop
 from spartito.training.metrics.names import MetricLike, make_metrics
+from spartito.training.modes import Modes, evaluating
 from spartito.training.nonfinite import Skips, checked
+from spartito.training.outputs import held_outputs
 from spartito.training.own_callbacks import with_own
 from spartito.training.pairs import with_its_pair
 from spartito.training.predictions import predicted
 from spartito.training.preemption import Notice
+from spartito.training.refusals import what_is_lost
 from spartito.training.resume import find_together, restore, trained_on
 from spartito.training.run_folder import RunFolder
+from spartito.training.sameness import options_of
 from spartito.training.saving import Saves
 from spartito.training.schedule import Schedule, SchedulerLike, make_scheduler
 
@@ -63,8 +70,8 @@ class Trainer:
             backward pass: less memory, more time, the same numbers. True: the entries of
             each Sequential and ModuleList that have submodules; a number of bytes; classes; or a
             function of a module (`spartito.engine.recompute`).
-        deterministic: Gives one device's numbers at any number of replicas, if all of BatchNorm
-            is torch's; random operations that cannot be divided are refused.
+        deterministic: Gives one device's numbers at any number of replicas. BatchNorm and its
+            subclasses are synchronized; what cannot be divided is refused.
         seed: Of the order of examples and of all that is random in training.
         on_nonfinite: What becomes of an update whose loss or gradients are NaN or infinite:
             "ignore" makes it, "skip" leaves it out and counts it, "stop" ends the training too.
@@ -108,8 +115,10 @@ class Trainer:
         self.about = about or {}
         self.on_nonfinite, self.skips = checked(on_nonfinite, self.strategy), Skips()
         self.coordination = self.strategy.coordination
-        self.run_dir = status.begin(run_dir, str(self.coordination.cluster.task))
         self.is_chief = self.coordination.cluster.is_chief
+        if self.is_chief and (folder := status.folder(run_dir)):
+            check_free(folder)
+        self.run_dir = status.begin(run_dir, str(self.coordination.cluster.task))
         self._folder = RunFolder(self.run_dir) if self.run_dir and self.is_chief else None
         self.coordination.record_to = self.run_dir
         recompute(unwrap(model), checkpoint_activations)
@@ -135,10 +144,12 @@ class Trainer:
         self.history = History()
         self.callbacks: list[Callback] = []
         self.went_on = False
+        self.first_options: list[dict[str, Any]] = []
         self._fits, self._verbose = 0, True
         self._given: list[Callback] = []
         self.saves = Saves(self)
         self.notice = Notice()
+        self.modes = Modes()
         self._loop: TrainingLoop | None = None
         self._restored: dict[str, Any] | None = None
 
@@ -166,6 +177,9 @@ class Trainer:
                 evaluate(validation_data)
                 callbacks: checkpoint, early stopping, ...
 
+        A module that is in eval mode before stays there, as a frozen backbone; where all are, all
+        train.
+
         Calling it again continues with the same weights, optimizer and order of examples. After
         `load` it continues at the position that was saved, up to ``epochs``; in the middle of an
         epoch the data must be the same. In a job with an evaluator the validation is left to
@@ -187,12 +201,15 @@ class Trainer:
 
         Raises:
             UserError: Something in the arguments, the data or the model is wrong.
+            UnwritableError: The training is complete, and a disk or store has refused its last
+                checkpoints: no callback has the trained model. `history` has the figures.
             PreemptedError: The machine is taken away; a backup is written (`BackupAndRestore`).
             TaskLostError: A replica was lost.
         """
         epochs = asked_epochs(epochs, steps_per_epoch)
         if isinstance(self.optimizer, NoOptimizer):
             raise UserError("fit() without an optimizer", "Give the Trainer an optimizer.")
+        check_storable(unwrap(self.model))
         callbacks = check_given(callbacks)
         chain = as_dataset(data, batch_size)
         if steps_per_epoch is None and chain.repeats is None:
@@ -212,14 +229,18 @@ class Trainer:
         validation = None
         if validation_data is not None and not self.left_to_evaluator:
             validation = self._evaluation(validation_data, validation_steps, batch_size)
-        backup = next((each for each in callbacks if isinstance(each, BackupAndRestore)), None)
+        backups = [each for each in callbacks if isinstance(each, BackupAndRestore)]
+        if len(backups) > 1:
+            raise UserError(f"{len(backups)} BackupAndRestore in one fit", "Give one of them.")
+        backup = backups[0] if backups else None
         self.notice = backup.notice if backup else Notice()
         if self.coordination.is_evaluator:
             self.notice.at_once = True
             with self.notice:
                 self.history = follow(self, self._given, validation, self._fits, bool(verbose))
             return self.history
-        found = backup and backup.find(self, self._fits, trained_on(self, chain, steps_per_epoch))
+        self._note_options()
+        found = backup and backup.find(self, trained_on(self, chain, steps_per_epoch))
         if found:
             initial_epoch = None
         restored, self._restored = self._restored, None
@@ -229,6 +250,7 @@ class Trainer:
             first = self.coordination.publish(lambda: first)
         self.epochs, self.steps_per_epoch = epochs, steps_per_epoch or chain.steps_per_epoch
         self.batch_size, self.examples = chain.batch_size, chain.examples
+        self.saves.destinations = {}
         self.stop_training, self.went_on, self._verbose = False, False, bool(verbose)
         self.callbacks = self._all_callbacks() if self.coordination.decides else []
         if self._loop is None or self._loop.chain is not chain:
@@ -240,10 +262,31 @@ class Trainer:
         if restored:
             loop.load_state_dict(restored["loop"], steps_per_epoch, whole=initial_epoch is not None)
             restore(self._given, restored["callbacks"])
+        epochs_left = range(first, first if over else epochs)
+        with held_outputs(self):
+            self._run(loop, epochs_left, steps_per_epoch, validation, history)
+        self.coordination.record(loop.record())
+        lost = what_is_lost(self.saves.destinations, self.step)
+        came: Any = self.coordination.publish(lambda: [asdict(history), self.step, "", *lost])
+        self.history, self.step = History(**came[0]), came[1]
+        if came[2]:  # under parameter servers the chief alone knows
+            raise PreemptedError(came[2])
+        self.coordination.synchronize()  # the model is the trained one, on every task
+        self._tell_lost(*came[3:])
+        return self.history
+
+    def _run(
+        self,
+        loop: TrainingLoop,
+        epochs: range,
+        steps_per_epoch: int | None,
+        validation: Evaluation | None,
+        history: History,
+    ) -> None:
+        """Train these epochs, and tell all who must know how that ended."""
         try:
             with self.notice, self.coordination.training():
-                end = first if over else epochs
-                loop.run(range(first, end), steps_per_epoch, validation, history)
+                loop.run(epochs, steps_per_epoch, validation, history)
                 self.saves.finish()
         except BaseException as error:
             for callback in self.callbacks:
@@ -256,13 +299,6 @@ class Trainer:
                     note("%s", why)
                 self.coordination.publish(lambda: [asdict(history), self.step, why])
             raise
-        self.coordination.record(loop.record())
-        came: Any = self.coordination.publish(lambda: [asdict(history), self.step, ""])
-        self.history, self.step = History(**came[0]), came[1]
-        if came[2]:  # under parameter servers the chief alone knows
-            raise PreemptedError(came[2])
-        self.coordination.synchronize()  # the model is the trained one, on every task
-        return self.history
 
     @known_names("evaluate")
     @with_its_pair("evaluate")
@@ -287,8 +323,8 @@ class Trainer:
             exact over all examples.
         """
         given = self._asked(callbacks)
-        return self.coordination.publish(
-            lambda: self._evaluation(data, steps, batch_size).run(given)
+        return Figures(
+            self.coordination.publish(lambda: self._evaluation(data, steps, batch_size).run(given))
         )
 
     @known_names("predict")
@@ -374,6 +410,7 @@ class Trainer:
             UserError: On all replicas, when one cannot read it, or they read different ones.
         """
         self.saves.finish()
+        self._note_options()
         found = find_together(self.coordination, path)
         self.strategy.load(found)
         state = read_sections(found, "trainer", "accumulated")
@@ -402,8 +439,23 @@ class Trainer:
         """Whether the next `fit` goes on where `load` has found that another one was."""
         return self._restored is not None
 
+    def _note_options(self) -> None:
+        """Remember the optimizer's options before anything is trained or loaded."""
+        self.first_options = self.first_options or options_of(self.optimizer)
+
     def _all_callbacks(self) -> list[Callback]:
         return with_own(self, self._given, self._folder, self._fits, self._verbose)
+
+    def _tell_lost(self, what: str, everywhere: bool) -> None:
+        """Say what callbacks could not write at the end; an error where none has the model."""
+        if everywhere:
+            raise UnwritableError(
+                f"the training is complete, and the trained model is not saved: {what}",
+                "It is still in this process: make space, and call trainer.save(folder) where "
+                "you catch this error. Or start again: what is there goes on.",
+            )
+        if what and self.is_chief:
+            warn("%s", what)
 
     def _asked(self, callbacks: Callback | Sequence[Callback]) -> list[Callback]:
         """The callbacks of an `evaluate` or `predict`, on tasks that have callbacks."""

@@ -20,13 +20,21 @@ from spartito.comparison.report.differences import (
     simplest,
     variation,
 )
-from spartito.comparison.report.results import SHORTEST_CURVE, Comparison, Figures
+from spartito.comparison.report.outcome import DIVERGED, FAILED, UNFINISHED
+from spartito.comparison.report.results import (
+    SHORTEST_CURVE,
+    Comparison,
+    Figures,
+    is_disturbed,
+    is_same_engine,
+)
 from spartito.registry import is_asynchronous
 from spartito.report.figures import (
     duration,
     figure,
     higher_is_better,
     label,
+    plural,
     points,
     size,
 )
@@ -41,10 +49,12 @@ MOST = 6
 def sentences(found: Comparison) -> list[str]:
     """Three to six sentences (fewer when little ran), the recommendation first.
 
-    Nothing is claimed from a run that failed, nor from a difference within the noise.
+    Nothing is claimed from a run that failed, diverged or did not finish, nor from a difference
+    within the noise, nor of speeds while other programs had a part of the machine.
     """
     if not found.done:
-        return ["No run of this comparison ended well, so there is nothing to choose from."]
+        return [_nothing(found), *_failures(found)]
+    disturbed = [run for run in found.done if is_disturbed(run)]
     rules = (
         _goal,
         _line,
@@ -57,19 +67,53 @@ def sentences(found: Comparison) -> list[str]:
         _memory,
         _staleness,
     )
-    said = [words for rule in rules if (words := rule(found))]
+    said = [
+        words for rule in rules if not (disturbed and rule in _OF_TIMES) and (words := rule(found))
+    ]
     failed = _failures(found)
-    headline = " ".join(filter(None, (_recommendation(found), _slowed(found))))
+    between = disturbed and len(found.done) > 1
+    first = _undecided(disturbed) if between else _recommendation(found)
+    headline = " ".join(filter(None, (first, _slowed(found), _unequal(found))))
     said = [headline, *said][: MOST - len(failed)]
     return said + failed
+
+
+def _nothing(found: Comparison) -> str:
+    """What to say where no run can be chosen."""
+    if found.runs and all(run.ended.state == DIVERGED for run in found.runs):
+        return (
+            "All runs diverged, so there is nothing to choose from. Try a smaller learning rate, "
+            "or look for samples that are not finite: spartito data check."
+        )
+    return "No run of this comparison ended well, so there is nothing to choose from."
+
+
+def _undecided(disturbed: Sequence[Figures]) -> str:
+    """That speeds say nothing, as other programs had a part of the machine."""
+    shares = _listed([f"{run.others:.0%} while {run.title} ran" for run in disturbed])
+    return (
+        f"Undecided: other programs took a part of the cores ({shares}), so no speed here can be "
+        "relied on. Compare again on a machine that does nothing else."
+    )
+
+
+def _unequal(found: Comparison) -> str | None:
+    """Which runs trained fewer epochs than others: their figures are of less work."""
+    trained = {run.title: len(run.epochs) for run in found.done}
+    most = max(trained.values())
+    fewer = [run for run in found.done if len(run.epochs) < most]
+    if not fewer:
+        return None
+    said = _listed([f"{run.title} trained {plural(len(run.epochs), 'epoch')}" for run in fewer])
+    return f"Note: {said}, and the longest run {most}."
 
 
 def _recommendation(found: Comparison) -> str:
     done = found.done
     if len(found.runs) == 1:
-        return f"Only {done[0].strategy} was run, so there is no other to compare it with."
+        return f"Only {done[0].title} was run, so there is no other to compare it with."
     if len(done) == 1:
-        return f"Only {done[0].strategy} ended well, so there is no other to choose."
+        return f"Only {done[0].title} ended well, so there is no other to choose."
     good = not_behind(done)
     reached = [run for run in good if run.seconds_to_goal is not None]
     if reached and found.goal is not None:
@@ -80,9 +124,8 @@ def _recommendation(found: Comparison) -> str:
         if len(equal) == 1:
             return f"Choose {pick.title}: it is the first to reach {found.goal}, after {after}."
         return (
-            f"Choose {pick.title}: no other reaches {found.goal} clearly earlier ({after}), "
-            f"and it is the simplest of {_count(equal)} that cannot be told apart in this."
-            + _doubt(equal)
+            f"Choose {pick.title}: no other strategy reaches {found.goal} clearly earlier "
+            f"({after}), and {_simplest_of(equal)} that take about as long." + _doubt(equal)
         )
     fastest = max(good, key=rate_of)
     equal = [run for run in good if is_same_speed(run, fastest)]
@@ -92,17 +135,24 @@ def _recommendation(found: Comparison) -> str:
     if faster:
         return (
             f"Choose {pick.title} ({speed}): {_names(faster)} "
-            f"{'is' if len(faster) == 1 else 'are'} faster, but at a worse {label(pick.quality)}."
+            f"{'is' if len(faster) == 1 else 'are'} faster, but with a worse "
+            f"{label(pick.quality)}."
         )
     if len(equal) > 1:
         return (
-            f"Choose {pick.title}: no other is clearly faster ({speed}), "
-            f"and it is the simplest of {_count(equal)} that cannot be told apart in this."
-            + _doubt(equal)
+            f"Choose {pick.title}: no other strategy is clearly faster ({speed}), "
+            f"and {_simplest_of(equal)} that are about as fast." + _doubt(equal)
         )
     return f"Choose {pick.title}: it is clearly the fastest ({speed})" + (
-        f" and its {label(pick.quality)} is not behind the others'." if noise_known(done) else "."
+        f", and no other ends with a clearly better {label(pick.quality)}."
+        if noise_known(done)
+        else "."
     )
+
+
+def _simplest_of(equal: Sequence[Figures]) -> str:
+    """``it is the simpler of the two``, ``it is the simplest of the three``."""
+    return f"it is the {'simpler' if len(equal) == 2 else 'simplest'} of the {_count(equal)}"
 
 
 def _doubt(equal: Sequence[Figures]) -> str:
@@ -159,6 +209,12 @@ def _speed(found: Comparison) -> str | None:
         return f"{first.title} does {_per_second(first)}."
     second = others[0]
     near = [run for run in others if is_same_speed(run, first)]
+    twins = [run for run in near if is_same_engine(run, first)]
+    if near == twins and first.least_noise > MARGIN and twins and len(first.rates) < 2:
+        return (
+            f"{_names([first, *twins])} do the same on one machine; that they differ by "
+            f"{first.least_noise:.0%} here is noise, so smaller differences say nothing."
+        )
     if near and all(is_close(run, first) for run in near):
         return (
             f"{_names([first, *near])} are equally fast: "
@@ -169,8 +225,13 @@ def _speed(found: Comparison) -> str | None:
         why = (
             "their repeats overlap"
             if all(len(run.rates) > 1 for run in (first, *near))
-            else f"their epochs vary by up to {max(map(variation, (first, *near))):.0%}; "
-            "more epochs, or --repeat 3, may tell"
+            else f"their epochs vary by up to {max(map(variation, (first, *near))):.0%}"
+            + (
+                f", and two runs of the same engine by {first.least_noise:.0%}"
+                if first.least_noise > MARGIN
+                else ""
+            )
+            + "; more epochs, or --repeat 3, may tell"
         )
         return f"Which is faster cannot be told: {speeds} ({why})."
     ratio = rate_of(first) / rate_of(second)
@@ -270,10 +331,11 @@ def _sends(run: Figures) -> str:
 
 def _one_device(found: Comparison) -> str | None:
     """Where the exchange eats what more workers gain."""
-    alone = next((run for run in found.done if run.strategy == "one_device"), None)
+    alones = [run for run in found.done if run.strategy == "one_device"]
     others = [run for run in found.done if run.workers > 1]
-    if alone is None or not others:
+    if not alones or not others:
         return None
+    alone = max(alones, key=rate_of)
     best = max(others, key=rate_of)
     if rate_of(best) > rate_of(alone) and not is_same_speed(best, alone):
         return None
@@ -364,9 +426,14 @@ def _staleness(found: Comparison) -> str | None:
 
 
 def _failures(found: Comparison) -> list[str]:
-    failed = [run for run in found.runs if run.error is not None]
-    some = [run for run in found.runs if run.error is None and run.failures]
+    failed = [run for run in found.runs if run.ended.state == FAILED]
+    some = [run for run in found.done if run.failures]
     said = []
+    for state, verb in ((DIVERGED, "diverged"), (UNFINISHED, "did not finish")):
+        those = [run for run in found.all_runs if run.ended.state == state]
+        if those:
+            named = [f"{_with_sweep(run)} ({run.ended.reason})" for run in those]
+            said.append(f"{_listed(named)} {verb} and cannot be chosen.")
     if failed:
         verb = "failed and says" if len(failed) == 1 else "failed and say"
         said.append(f"{_names(failed)} {verb} nothing here; the table has the reason.")
@@ -374,6 +441,13 @@ def _failures(found: Comparison) -> list[str]:
         parts = [f"{len(run.failures)} of {run.title}" for run in some]
         said.append(f"Some repeats failed and are left out: {_listed(parts)}.")
     return said
+
+
+def _with_sweep(run: Figures) -> str:
+    """A run and what a sweep changed: ``mirrored with batch size 8,192``."""
+    if run.sweep is None:
+        return run.title
+    return f"{run.title} with {label(run.sweep)} {getattr(run, run.sweep):,}"
 
 
 def _per_second(run: Figures) -> str:
@@ -396,3 +470,7 @@ def _listed(words: Sequence[str]) -> str:
 def _count(runs: Sequence[Figures]) -> str:
     words = {2: "two", 3: "three", 4: "four", 5: "five"}
     return words.get(len(runs), str(len(runs)))
+
+
+_OF_TIMES = (_goal, _line, _speed, _slow, _one_device, _workers)
+"""The rules that tell of speeds and times."""

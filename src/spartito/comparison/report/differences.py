@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import stdev
 
-from spartito.comparison.report.results import Figures
+from spartito.comparison.report.results import Figures, is_same_engine
 from spartito.registry import simplest_first
 from spartito.report.figures import higher_is_better, is_fraction
 
@@ -66,10 +66,16 @@ def is_close(one: Figures, other: Figures) -> bool:
 
 
 def is_same_speed(one: Figures, other: Figures) -> bool:
-    """Whether two speeds are close, or cannot be told apart."""
+    """Whether two speeds are close, or cannot be told apart.
+
+    Two runs of the same engine are the same, whatever one measurement of each says; by how much
+    they differ is the least noise of all others that ran once.
+    """
     if len(one.rates) > 1 and len(other.rates) > 1:
         overlap = min(one.rates) <= max(other.rates) and min(other.rates) <= max(one.rates)
         return overlap or is_close(one, other)
+    if is_same_engine(one, other):
+        return True
     return abs(rate_of(one) - rate_of(other)) <= _speed_margin(one, other)
 
 
@@ -80,6 +86,9 @@ def variation(run: Figures) -> float:
 
 def is_same_time(one: Figures, other: Figures) -> bool:
     """Whether two times to the goal differ by no more than the speeds of their epochs do."""
+    repeated = len(one.rates) > 1 and len(other.rates) > 1
+    if is_same_engine(one, other) and not repeated:
+        return True
     relative = _speed_margin(one, other) / max(rate_of(one), rate_of(other))
     return abs(seconds_of(one) - seconds_of(other)) <= relative * max(
         seconds_of(one), seconds_of(other)
@@ -89,12 +98,17 @@ def is_same_time(one: Figures, other: Figures) -> bool:
 def _speed_margin(one: Figures, other: Figures) -> float:
     """Examples per second that two runs may differ by without meaning."""
     noise = math.hypot(one.rate_noise or 0.0, other.rate_noise or 0.0)
-    return max(2 * noise, MARGIN * max(rate_of(one), rate_of(other)))
+    least_noise = max(MARGIN, one.least_noise, other.least_noise)
+    return max(2 * noise, least_noise * max(rate_of(one), rate_of(other)))
 
 
 def simplest(runs: Sequence[Figures]) -> Figures:
     """The run whose strategy takes the least to understand."""
-    return min(runs, key=lambda run: (simplest_first(run.strategy), len(run.options)))
+    return min(runs, key=_complexity)
+
+
+def _complexity(run: Figures) -> tuple[tuple[int, str], int, bool]:
+    return simplest_first(run.strategy), len(run.options), run.asked_threads is not None
 
 
 def rate_of(run: Figures) -> float:

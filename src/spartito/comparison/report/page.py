@@ -21,8 +21,10 @@ from spartito.comparison.report.table import bars, last_line, table
 from spartito.report.charts import drawn, page_colour
 from spartito.report.figures import NOTHING, label, or_nothing, percent, plural, size
 from spartito.report.lines import as_json
+from spartito.report.page import OF_A_PAGE
 from spartito.report.templating import page_template
 from spartito.storage.atomic import write_file_atomically
+from spartito.storage.own_files import check_own
 
 PAGE = "compare.html"
 
@@ -46,6 +48,7 @@ def write_comparison_page(folder: Path) -> Path:
     It stands alone, as the report of a run does. Raises `UserError` when there is no comparison.
     """
     path = folder / PAGE
+    check_own(folder, {PAGE: OF_A_PAGE})
     write_file_atomically(path, render_comparison(read_comparison(folder)))
     return path
 
@@ -91,7 +94,9 @@ def _subtitle(found: Comparison, record: Record) -> str:
         part
         for part in (
             "comparison",
-            plural(len(found.runs), "strategy", "strategies"),
+            plural(
+                len({(r.strategy, str(r.options)) for r in found.runs}), "strategy", "strategies"
+            ),
             plural(workers, "worker") if workers else "",
             plural(servers, "parameter server") if servers else "",
             plural(int(cores), "core") if cores else "",
@@ -156,9 +161,23 @@ def _settings(found: Comparison, record: Record) -> list[tuple[str, list[tuple[s
         ("Job", job),
         ("Machine", machine),
         ("Workers × threads", threads),
+        ("Machine during each run", _loads(found)),
         ("Run folders", folders),
     ]
     return [(name, facts) for name, facts in parts if facts]
+
+
+def _loads(found: Comparison) -> list[tuple[str, str]]:
+    """What other programs took of the machine, and how often something waited for a core."""
+    return [
+        (
+            run_name(run, found),
+            f"{percent(run.others)} of the cores taken by other programs"
+            + ("" if run.pressure is None else f", a core waited for {percent(run.pressure)}"),
+        )
+        for run in found.all_runs
+        if run.others is not None
+    ]
 
 
 def _fact(key: str, value: Any) -> str:

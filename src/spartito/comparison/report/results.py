@@ -7,11 +7,12 @@ import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, combinations
 from pathlib import Path
 from typing import Any
 
+from spartito.comparison.report.outcome import DIVERGED, DONE, FAILED, Outcome, outcome
 from spartito.errors import UserError
 from spartito.registry import title_of
 from spartito.report.figures import (
@@ -22,6 +23,7 @@ from spartito.report.figures import (
     label,
     metric_names,
     number,
+    plural,
 )
 from spartito.report.lines import json_object
 from spartito.report.page import CONFIG, HISTORY, read_run
@@ -82,7 +84,14 @@ class Figures:
 
     Of repeats, ``rate``, ``final``, ``best`` and what concerns the goal are medians; ``rates``
     and ``finals`` have one value per repeat that ended well; all else, curves too, is that of
-    the first of these, ``run``. ``failures`` are the folders and errors of the others.
+    the first of these, ``run``. ``failures`` are the folders and reasons of the others. Where one
+    of them diverged, all of it did.
+
+    ``asked_threads`` is set for a run that got another number of threads than it takes by itself.
+    ``others`` is the part of the cores that other programs took from the run, ``pressure`` the
+    part of its time in which something waited for a core; None where nobody looked. Speeds and
+    times are those of the repeats that had the machine for themselves, if there are any.
+    ``least_noise`` is the part by which two runs of the same engine differ here: so much is noise.
     """
 
     strategy: str
@@ -113,16 +122,21 @@ class Figures:
     rates: Sequence[float] = ()
     finals: Sequence[float] = ()
     failures: Sequence[tuple[str, str]] = ()
+    ended: Outcome = field(default_factory=Outcome)
+    asked_threads: int | None = None
+    others: float | None = None
+    pressure: float | None = None
+    least_noise: float = 0.0
 
     @property
     def title(self) -> str:
         """What it is called: its strategy and the options of that."""
-        return title_of(self.strategy, self.options)
+        return run_title(self.strategy, self.options, self.asked_threads)
 
     @property
     def is_done(self) -> bool:
         """Whether it ended well, with a speed to compare."""
-        return self.error is None and self.rate is not None
+        return self.ended.state == DONE and self.rate is not None
 
     @property
     def peak_memory(self) -> int | None:
@@ -205,46 +219,106 @@ def comparison(record: Record) -> Comparison:
     runs: Sequence[Record] = record["runs"]
     given = record.get("goal")
     goal = Goal(str(given["name"]), float(given["value"])) if given else None
-    epochs: list[Sequence[Epoch]] = [run.get("history") or [] for run in runs]
+    epochs: list[Sequence[Epoch]] = [_history(run) for run in runs]
     quality = _quality(goal, (epoch for found in epochs for epoch in found))
     repeats: dict[Any, list[Figures]] = {}
     for index, (run, found) in enumerate(zip(runs, epochs, strict=True)):
         setting = run.get("setting", index)
         repeats.setdefault(setting, []).append(_figures(run, found, quality, goal))
+    link = record.get("link") or ""
+    pooled = [_pooled(runs) for runs in repeats.values()]
+    least_noise = 0.0 if link else engine_noise(pooled)
     return Comparison(
         str(record.get("target", "")),
         goal,
         record.get("machine") or {},
-        [_pooled(runs) for runs in repeats.values()],
-        record.get("link") or "",
+        [replace(run, least_noise=least_noise) for run in pooled],
+        link,
     )
+
+
+def run_title(strategy: str, options: Mapping[str, Any], threads: int | None = None) -> str:
+    """What a run is called: its strategy, the options of that, and threads that it was given."""
+    title = title_of(strategy, options)
+    return title if threads is None else f"{title} ({plural(threads, 'thread')})"
+
+
+SAME_ENGINE = frozenset({"mirrored", "multi_worker_mirrored"})
+"""Strategies that compute and exchange alike where all tasks are on one machine."""
+
+
+def is_same_engine(one: Figures, other: Figures) -> bool:
+    """Whether two runs on one machine did the same thing under two names."""
+    alike = (one.workers, one.batch_size, one.options) == (
+        other.workers, other.batch_size, other.options
+    )  # fmt: skip
+    slowed = one.slow == other.slow
+    return alike and slowed and {one.strategy, other.strategy} <= SAME_ENGINE
+
+
+def engine_noise(runs: Sequence[Figures]) -> float:
+    """The largest part by which the speeds of two runs of the same engine differ; 0 for none."""
+    known = [run for run in runs if run.is_done and run.strategy in SAME_ENGINE and run.rate]
+    return max(
+        (
+            abs((one.rate or 0.0) - (other.rate or 0.0)) / max(one.rate or 0.0, other.rate or 0.0)
+            for one, other in combinations(known, 2)
+            if one.strategy != other.strategy and is_same_engine(one, other)
+        ),
+        default=0.0,
+    )
+
+
+def _history(run: Record) -> list[Epoch]:
+    """The epochs of a run, with NaN for the null that JSON has instead."""
+    return [
+        {name: math.nan if value is None else value for name, value in epoch.items()}
+        for epoch in run.get("history") or []
+    ]
 
 
 def _pooled(repeats: Sequence[Figures]) -> Figures:
-    """The repeats of one run as one; of a failed repeat only the failure counts."""
-    failures = [(run.run, run.error) for run in repeats if run.error is not None]
+    """The repeats of one run as one; of a repeat that did not end well only that counts."""
+    failures = [(run.run, run.ended.reason) for run in repeats if run.ended.state != DONE]
     done = [run for run in repeats if run.is_done]
-    if not done:
-        return replace(repeats[0], failures=failures)
+    diverged = [run for run in repeats if run.ended.state == DIVERGED]
+    if not done or diverged:  # a failure may be an accident, a divergence is the training's own
+        first = (diverged or repeats)[0]
+        if diverged and len(repeats) > 1:
+            many = f"in {len(diverged)} of {len(repeats)} repeats "
+            first = replace(first, ended=replace(first.ended, reason=many + first.ended.reason))
+        return replace(first, failures=failures)
+    timed = [run for run in done if not is_disturbed(run)] or done
 
-    def median(name: str) -> float | None:
-        """Over all repeats; one that has none counts as one that never got there."""
-        values = [getattr(run, name) for run in done]
+    def median(name: str, runs: Sequence[Figures]) -> float | None:
+        """Over ``runs``; one that has none counts as one that never got there."""
+        values = [getattr(run, name) for run in runs]
         found = statistics.median(math.inf if value is None else value for value in values)
         return None if math.isinf(found) and None in values else found
 
-    to_goal = median("steps_to_goal")
+    to_goal = median("steps_to_goal", done)
     return replace(
         done[0],
-        rate=median("rate"),
-        final=median("final"),
-        best=median("best"),
-        seconds_to_goal=median("seconds_to_goal"),
+        rate=median("rate", timed),
+        final=median("final", done),
+        best=median("best", done),
+        seconds_to_goal=median("seconds_to_goal", timed),
         steps_to_goal=None if to_goal is None else int(to_goal),
-        rates=[run.rate for run in done if run.rate is not None],
+        rates=[run.rate for run in timed if run.rate is not None],
+        others=median("others", timed),
+        pressure=median("pressure", timed),
         finals=[run.final for run in done if run.final is not None],
         failures=failures,
     )
+
+
+BUSY = 0.1
+"""The part of its cores that other programs may take from a run before its speed says little."""
+
+
+def is_disturbed(run: Figures) -> bool:
+    """Whether other programs took so much of the machine that its times say little."""
+    return run.others is not None and run.others > BUSY
 
 
 def noise(values: Sequence[float | None]) -> float | None:
@@ -279,7 +353,16 @@ def _figures(run: Record, epochs: Sequence[Epoch], quality: str, goal: Goal | No
     seconds = [_or_nan(number(epoch.get("seconds"))) for epoch in epochs]
     until = math.nan if reached is None else sum(seconds[: reached + 1])
     step = None if reached is None else number(epochs[reached].get("step"))
-    batch_size = run.get("batch_size") or _part(config, "fit").get("batch_size")
+    load: Record = run.get("load") or {}
+    fit = _part(config, "fit")
+    told = number(fit.get("epochs"))
+    ended = outcome(
+        run.get("error"), epochs, quality, None if told is None else int(told), fit.get("end")
+    )
+    rate = _total_rate(steady)
+    if ended.state == DONE and rate is None:
+        ended = Outcome(FAILED, "none of its epochs has a speed")
+    batch_size = run.get("batch_size") or fit.get("batch_size")
     return Figures(
         strategy=str(run["strategy"]),
         options=run.get("options") or {},
@@ -296,7 +379,7 @@ def _figures(run: Record, epochs: Sequence[Epoch], quality: str, goal: Goal | No
         final=_last(epochs, quality),
         best=(max if higher_is_better(quality) else min)(values, default=None),
         loss=_last(epochs, loss),
-        rate=_total_rate(steady),
+        rate=rate,
         rate_noise=statistics.stdev(rates) if len(rates) > 1 else None,
         noise={name: found for name, found in curves.items() if found is not None},
         seconds_to_goal=until if math.isfinite(until) else None,
@@ -310,6 +393,10 @@ def _figures(run: Record, epochs: Sequence[Epoch], quality: str, goal: Goal | No
             if number(task.get("peak_memory_bytes")) is not None
         },
         staleness=_staleness(tasks),
+        ended=ended,
+        asked_threads=run.get("threads"),
+        others=number(load.get("others")),
+        pressure=number(load.get("pressure")),
     )
 
 

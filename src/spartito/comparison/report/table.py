@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from textwrap import fill
 
 from spartito.comparison.report.drawings import strategy_colours
+from spartito.comparison.report.outcome import DONE, FAILED
 from spartito.comparison.report.results import Comparison, Figures
 from spartito.report.bars import Bar, Bars, staleness_bars
 from spartito.report.charts import page_colour
@@ -30,12 +31,17 @@ WAITING_IS = (
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Headings with their explanations, and rows of words; ``best`` marks the best of a column."""
+    """Headings with their explanations, and rows of words; ``best`` marks the best of a column.
+
+    ``errors`` are those of the runs that failed, None for others; ``notes`` say how a run ended
+    that did not end well, or was ended by a callback; "" for others.
+    """
 
     heads: Sequence[tuple[str, str]]
     rows: Sequence[Sequence[str]]
     best: Sequence[set[int]]
     errors: Sequence[str | None]
+    notes: Sequence[str]
 
     def __str__(self) -> str:
         """For a terminal: a line per figure, a column per run, below how errors end."""
@@ -50,9 +56,7 @@ class Table:
             for line in zip(*columns, strict=True)
         ]
         failed = [
-            f"{row[0]} failed: {last_line(error)}"
-            for row, error in zip(self.rows, self.errors, strict=True)
-            if error
+            f"{row[0]} {said}" for row, said in zip(self.rows, self.notes, strict=True) if said
         ]
         return "\n".join([*lines, fill(f"Waits for tasks: {WAITING_IS}.", 78), *failed])
 
@@ -91,8 +95,19 @@ def table(found: Comparison) -> Table:
         [(column.head, column.why) for column in columns],
         [[column.write(run) for column in columns] for run in runs],
         [{c for c, rows in enumerate(best) if row in rows} for row in range(len(runs))],
-        [run.error for run in runs],
+        [run.ended.reason if run.ended.state == FAILED else None for run in runs],
+        [ended_note(run) for run in runs],
     )
+
+
+def ended_note(run: Figures) -> str:
+    """How ``run`` ended, to follow its name: ``diverged: its loss is NaN ...``; "" if well."""
+    if run.ended.state != DONE:
+        return f"{run.ended.state}: {last_line(run.ended.reason)}"
+    if run.ended.stopped_after is not None:
+        trained, told = run.ended.stopped_after
+        return f"was stopped by a callback after {trained} of {told} epochs"
+    return ""
 
 
 def _columns(found: Comparison) -> list[Column]:

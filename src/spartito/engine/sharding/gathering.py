@@ -42,11 +42,11 @@ class Shown:
         self._watches = False
 
     def watch(self, model: nn.Module, homes: Sequence[Home]) -> None:
-        """Add blocks of ``model``."""
+        """Add blocks of ``model``; some may have come with another model."""
         if not self._watches:
             model.register_state_dict_post_hook(partial(Shown._replace, self))
         self._watches = True
-        self.homes += homes
+        self.homes += [home for home in homes if home not in self.homes]
 
     def _replace(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         names: dict[int, list[str]] = {}

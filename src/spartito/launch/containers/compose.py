@@ -10,6 +10,7 @@ from typing import Any
 from spartito.cluster.listed import address
 from spartito.cluster.spec import Task
 from spartito.cluster.tf_config import VARIABLE
+from spartito.errors import UserError
 from spartito.launch.containers.file import RESTARTS_LABEL, SECRET
 from spartito.launch.containers.plan import STORE, Containers, service
 from spartito.launch.containers.secret import secret_name, write_secret
@@ -71,14 +72,26 @@ def write_files(job: Containers, into: Path | None) -> None:
         print_file(compose_file(job))
         return
     into.mkdir(parents=True, exist_ok=True)
-    for machine, text in machine_files(job).items():
-        path = into / f"{machine}.yaml"
+    files = {into / f"{machine}.yaml": text for machine, text in machine_files(job).items()}
+    for path in files:
+        _check_own(path)
+    for path, text in files.items():
+        machine = path.stem
         path.write_text(text)
         print(f"{machine:<12} {path}")
     if job.meets:
         secret = into / secret_name(job.name)
         write_secret(secret)
         print(f"{'all':<12} {secret}")
+
+
+def _check_own(path: Path) -> None:
+    """Refuse to write over a file that is no job of ours."""
+    if path.exists() and "spartito cluster up" not in path.read_text(errors="replace"):
+        raise UserError(
+            f"{path} was not written by Spartito, and would be replaced",
+            "Name another folder, or move the file somewhere else.",
+        )
 
 
 def _file(job: Containers, tasks: Sequence[Task], name: str) -> str:

@@ -96,6 +96,7 @@ class Hosts(Processes):
         plan = self.plan(job)
         roles, hosts = plan.roles, plan.hosts
         variables = with_secret(self.variables(job))
+        self.check_folder(job, variables)
         if self.notice is not None:
             variables[ENV_NOTICE] = f"{self.notice:g}"
         with ExitStack() as held:

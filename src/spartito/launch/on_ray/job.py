@@ -223,6 +223,7 @@ class OnRay(Processes):
                 return None
             return found
 
+        self.check_folder(job, env)
         with Following(actors, start, ray.get) as following:
             processes = [
                 process_of(task, roles, following.command(index), dict(os.environ), remote=True)

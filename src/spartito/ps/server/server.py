@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 from spartito.cluster.acceptor import Acceptor
@@ -27,9 +28,19 @@ from spartito.ps.server.replica import Replica
 from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
 
+EARLY = 0.1
+"""Of the time between two snapshots: after this the first one is written."""
 LINGER_SECONDS = 30.0  # for tasks that still look at values when the job has ended
 LOOK_SECONDS = 0.5
 AWAY = 0.5  # of the time limit: who waits here gets the error before its own limit is over
+
+
+def pauses(seconds: float) -> Iterator[float]:
+    """Seconds between snapshots: a tenth of ``seconds`` at first, then twice the last, up to it."""
+    pause = seconds * EARLY
+    while True:
+        yield pause
+        pause = min(2 * pause, seconds)
 
 
 class Server:
@@ -37,8 +48,8 @@ class Server:
 
     ``name`` and ``chief`` are tasks' names for messages; ``timeout`` is how long the chief may
     be silent, in seconds, and half of it how long its connection may be broken, or ``patience``, if
-    that is longer. A ``snapshot`` is written every ``seconds``. Who connects at ``listener`` must
-    know ``key``, the job's secret.
+    that is longer. A ``snapshot`` is written every ``seconds``, at first sooner (`pauses`). Who
+    connects at ``listener`` must know ``key``, the job's secret.
     """
 
     def __init__(
@@ -259,7 +270,10 @@ class Server:
         )  # fmt: skip
 
     def _keep_snapshots(self) -> None:
-        while not self._ended.wait(self._seconds):
+        """Early at first: before the first snapshot a server that dies loses all that was done."""
+        for pause in pauses(self._seconds):
+            if self._ended.wait(pause):
+                return
             self.keep()
 
     def _look_for_chief(self) -> None:

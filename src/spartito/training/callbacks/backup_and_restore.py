@@ -6,20 +6,26 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spartito.checkpoint.manager import read_sections
+from spartito.cluster.limits import time_limit
 from spartito.errors import UserError
+from spartito.folders import hold
 from spartito.log import note
 from spartito.storage.atomic import read_manifest
+from spartito.storage.held import HeldStore
 from spartito.storage.remote import FsspecStore, is_remote
 from spartito.strategies.ending import PREEMPTING
+from spartito.training import fits
+from spartito.training.arguments import known_names
 from spartito.training.backups import BACKUPS, OF, Backups, LocalBackups, check_training, folder_of
 from spartito.training.callback import Callback, Logs
+from spartito.training.fits import Fit
 from spartito.training.history import History
 from spartito.training.interval import NEVER, interval_of
 from spartito.training.preemption import Notice, Preemption, Source, numbers_of
@@ -42,32 +48,38 @@ class BackupAndRestore(Callback):
     the epoch, history, callbacks, and the random generators of each task. With as many tasks the
     losses are bitwise those without the interruption; with another number they are equal to
     rounding where the trainer is ``deterministic``, and generators begin anew. All tasks copy
-    their part and train on while a thread writes it. At the end of `fit` its backups are removed.
+    their part and train on while a thread writes it. Backups are removed when the script ends well,
+    which shows a script that is started again what its earlier fits have done.
 
     A signal or a notice that the machine is to be given back ends `fit` after the step in
     flight, on all tasks, with a backup of it and a `PreemptedError`, which ends the process with
     75; a second run goes on. Only the main thread hears signals.
 
+    The folder is this job's alone until it ends: another one is refused. Its fits have numbers in
+    it, over all trainers of the script; one that was interrupted is taken up by the next.
+
     Args:
         directory: Where they are, for every task: a folder, or a URL that fsspec knows, as
-            ``s3://bucket/run``. None: ``backup`` in the run folder. Each `fit` of a trainer has a
+            ``s3://bucket/run``. None: ``backup`` in the run folder. Each `fit` of a script has a
             folder of its own in it, ``fit-1``.
         every: When: after so many global steps (100), so much time ("30s", "5m", "1h" or a
             timedelta), or after each "epoch".
         share: What part of the time they take at most: one that is due waits for the next turn
             while the last cost more of the time since then, if that is less than half a minute.
             None: none waits.
-        delete_checkpoint: Whether they are removed at the end of a complete `fit`. Else that is
-            backed up too, and the same `fit` returns its history at once.
+        delete_checkpoint: Whether those of complete fits are removed at the end of the script.
+            Else the end of a `fit` is backed up too, and the same one returns its history at once.
         save_before_preemption: Whether signals and notices are followed.
         signals: Which, by name. Handlers of the script's own are put back when `fit` ends.
         notice: Another one: a file that appears, or a function that returns something true, which
             a thread asks every second.
 
     Raises:
-        UserError: The directory cannot be written, or has the backup of another training.
+        UserError: The directory cannot be written, another job writes there, or it has the backup
+            of another training.
     """
 
+    @known_names("BackupAndRestore")
     def __init__(
         self,
         directory: str | os.PathLike[str] | None = None,
@@ -94,31 +106,35 @@ class BackupAndRestore(Callback):
         self._next, self._owed, self._last = NEVER, False, 0.0
         self._of: dict[str, Any] = {}
         self._position = 0, 0
+        self._fit: Fit | None = None
+        self._store: HeldStore | None = None
+        self._number, self._comes_late = 1, False
         self.written = 0
         """How many were begun."""
         self.missed = 0
         """How many of them a disk or a store has refused."""
 
-    def find(self, trainer: Trainer, fit: int, of: dict[str, Any]) -> tuple[History, bool] | None:
-        """Before the ``fit``-th fit: load the newest backup, if there is one; all tasks call it.
+    def find(self, trainer: Trainer, of: dict[str, Any]) -> tuple[History, bool] | None:
+        """Before a fit: load the newest backup of it, if there is one; all tasks call it.
 
         One that comes to a job which already trains gets all from those who are there. A backup
         that is older than the checkpoint which the trainer has loaded is passed over.
 
         Args:
             trainer: Whose it is.
-            fit: Its number, from 1.
             of: What is trained on what, as JSON: a backup of anything else is refused.
 
         Returns:
             The epochs so far, and whether the training is over; None without a backup.
         """
         self._trainer, self._of = trainer, of
-        self.backups = self._backups_of(fit)
-        if trainer.coordination.joins:
+        self._fit, self._number = None, 1
+        self.backups = self._backups_of(1)
+        self._comes_late = trainer.coordination.joins
+        if self._comes_late:
             return None
 
-        with self._fetched(trainer.step if trainer.goes_on else 0) as path:
+        with self._fetched(trainer.step if trainer.goes_on else 0, begins=True) as path:
             if path is not None:
                 try:
                     trainer.load(path)
@@ -133,6 +149,24 @@ class BackupAndRestore(Callback):
             where = self.backups.where(path.name) if path else "the checkpoint that was loaded"
             note("going on after step %d, from %s", trainer.step, where)
         return None if path is None else (History(**found["history"]), found["over"])
+
+    def hold(self, inherits: bool = False) -> None:
+        """On the chief: have the directory for this job, to its end.
+
+        Args:
+            inherits: Whether this task goes on in place of a chief that was lost.
+
+        Raises:
+            UserError: Another job has it, which is named.
+        """
+        where = self._where
+        if is_remote(where):
+            self._store = fits.hold_store(where, inherits)
+        else:
+            hold(where, "backups", fits.HOLDER, inherits)
+        if self._fit is None and inherits:
+            for fit in fits.adopt(where, self, self._number):
+                self._fit = self._kept(fit)
 
     def go_back(self) -> str:
         """Have model and optimizer as in the newest backup, with the options of now; all call it.
@@ -153,6 +187,8 @@ class BackupAndRestore(Callback):
 
     def on_train_begin(self) -> None:
         """Find out when to save first."""
+        if self._fit is not None:
+            self._fit.state = "running"
         self._next, self._owed = self.interval.begin(self.trainer.step), False
         self._last = time.monotonic()
 
@@ -167,24 +203,28 @@ class BackupAndRestore(Callback):
             self._meet()
 
     def on_train_end(self) -> None:
-        """Remove the backups, or keep all of this training."""
+        """Keep all of this training, or what there is until the script ends."""
         if not self.delete_checkpoint:
             self._save(later=False, over=self.trainer.stop_training)
-            return
         self._trainer.wait()
-        if self.trainer.is_chief:
-            self.backups.remove()
-            if self.directory is None:
-                with suppress(OSError):  # that of another fit is in it
-                    self.backups.directory.parent.rmdir()
+        if self._fit is not None:
+            self._fit.state = "complete"
+
+    def on_train_error(self, error: BaseException) -> None:
+        """Leave the rest of this fit to the next one."""
+        if self._fit is not None:
+            self._fit.state = "interrupted"
 
     def state_dict(self) -> dict[str, Any]:
         """When the tasks meet next: who joins them is told."""
-        return {"next": self._next, "owed": self._owed}
+        return {"next": self._next, "owed": self._owed, "fit": self._number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Meet when the others do; a training that begins plans anew."""
         self._next, self._owed = state["next"], state["owed"]
+        if self._comes_late:
+            self._number, self._comes_late = state.get("fit", 1), False
+            self.backups = self._backups_of(self._number)
 
     @property
     def _is_due(self) -> bool:
@@ -192,19 +232,29 @@ class BackupAndRestore(Callback):
         return self.trainer.step >= self._next and not self.trainer.skips.row
 
     @contextmanager
-    def _fetched(self, after: int = 0) -> Iterator[Path | None]:
-        """Where this task reads the newest backup; None where it is of a step before ``after``."""
+    def _fetched(self, after: int = 0, begins: bool = False) -> Iterator[Path | None]:
+        """Where this task reads the newest backup; None where it is of a step before ``after``.
+
+        Where a fit ``begins`` its number is found out first.
+        """
         trainer, coordination = self._trainer, self._trainer.coordination
 
         def newest() -> str:
-            if not trainer.is_chief or not (name := self.backups.newest()):
+            if not trainer.is_chief:
                 return ""
+            if begins:
+                self.hold()
+                self._fit = self._kept(fits.take(self._where, self))
+                self._turn_to(self._fit.number)
+            name = self.backups.newest()
+            if not name:
+                return f"{self._number}"
             path = self.backups.fetch(name)
             about = read_manifest(path).about
             if int(about["step"]) < after:
-                return ""
+                return f"{self._number}"
             check_training(path, self._of)
-            return f"{name} {about['step']} {about['epoch']}"
+            return f"{self._number} {name} {about['step']} {about['epoch']}"
 
         def fetched() -> str:
             try:
@@ -216,7 +266,8 @@ class BackupAndRestore(Callback):
 
         try:
             came = coordination.publish(lambda: coordination.attempt(newest)[0])
-            name, step, epoch = came.split() if came else ("", 0, 0)
+            number, name, step, epoch = came.split() if " " in came else (came, "", 0, 0)
+            self._turn_to(int(number))
             self._position = int(step), int(epoch)
             coordination.attempt(fetched)
             yield self.backups.path_of(name) if name else None
@@ -246,15 +297,22 @@ class BackupAndRestore(Callback):
 
     def _save(self, later: bool, over: bool = False) -> bool:
         trainer, backups = self._trainer, self.backups
+
+        def begin() -> dict[str, Any]:
+            if self._store is not None:
+                self._store.check()
+            return {**backups.begin(name), OF: self._of}
+
         self.written += 1
         name = f"step-{trainer.step:08d}"
         return trainer.saves.save(
             backups.directory / name,
-            lambda: {**backups.begin(name), OF: self._of},
+            begin,
             lambda: backups.end(name),
             later=later,
             otherwise=self._miss,
             beside=lambda: {OF: {"history": asdict(trainer.history), "over": over}},
+            keeps=not self.delete_checkpoint,
         )
 
     def _leave(self) -> str:
@@ -270,15 +328,32 @@ class BackupAndRestore(Callback):
         """One could not be written."""
         self.missed += 1
 
-    def _backups_of(self, fit: int) -> Backups:
-        directory = self.directory
-        if directory is None:
-            if self._trainer.run_dir is None:
-                raise UserError(
-                    "BackupAndRestore has no directory, and this trainer no run folder",
-                    'BackupAndRestore("backup") or Trainer(..., run_dir="runs/1")',
-                )
-            directory = os.fspath(self._trainer.run_dir / BACKUPS)
-        if is_remote(directory):
-            return RemoteBackups(FsspecStore(f"{directory}/{folder_of(fit)}"))
-        return LocalBackups(Path(directory) / folder_of(fit))
+    @property
+    def _where(self) -> str:
+        """The folder or URL, in which each fit has a folder."""
+        if self.directory is not None:
+            return self.directory if is_remote(self.directory) else os.path.abspath(self.directory)
+        if self._trainer.run_dir is None:
+            raise UserError(
+                "BackupAndRestore has no directory, and this trainer no run folder",
+                'BackupAndRestore("backup") or Trainer(..., run_dir="runs/1")',
+            )
+        return os.path.abspath(self._trainer.run_dir / BACKUPS)
+
+    def _turn_to(self, number: int) -> None:
+        """Have the backups of the fit of this number."""
+        if number != self._number:
+            self._number, self.backups = number, self._backups_of(number)
+
+    def _backups_of(self, number: int) -> Backups:
+        where = self._where
+        if is_remote(where):
+            return RemoteBackups(FsspecStore(f"{where}/{folder_of(number)}", time_limit() / 2))
+        return LocalBackups(Path(where) / folder_of(number))
+
+    def _kept(self, fit: Fit) -> Fit:
+        """A fit whose backups stay until the script ends, or longer."""
+        if self.delete_checkpoint:
+            fit.remove = self._backups_of(fit.number).remove
+            fit.folder = Path(self._where) if self.directory is None else None
+        return fit

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from spartito.errors import UserError
+from spartito.training.arguments import known_names
 from spartito.training.callback import Callback, Logs
+
+_START = b"epoch,"
 
 
 class CSVLogger(Callback):
@@ -25,6 +28,7 @@ class CSVLogger(Callback):
         UserError: The file cannot be written.
     """
 
+    @known_names("CSVLogger")
     def __init__(self, filename: str | os.PathLike[str], append: bool = False) -> None:
         """Remember the file; nothing is written before training begins."""
         self.path = Path(filename)
@@ -38,6 +42,7 @@ class CSVLogger(Callback):
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._check_own()
             goes_on = self._resumed is not None and self.path.exists()
             with self.path.open("a+" if self.append or goes_on else "w+", newline="") as file:
                 if goes_on:
@@ -68,6 +73,19 @@ class CSVLogger(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Rows that came later are of epochs that are done again: they go when training begins."""
         self._resumed = state.get("size", 0)
+
+    def _check_own(self) -> None:
+        """Refuse to replace a file that is no history of epochs."""
+        if self.append or not self.path.is_file():
+            return
+        with self.path.open("rb") as file:
+            start = file.read(len(_START))
+        if start != _START[: len(start)]:
+            raise UserError(
+                f"{self.path} was not written by CSVLogger, and would be replaced: its first "
+                "column is not 'epoch'",
+                "Name another file, or write CSVLogger(..., append=True).",
+            )
 
     def _cannot(self, error: OSError) -> UserError:
         return UserError(

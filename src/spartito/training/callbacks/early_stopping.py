@@ -9,6 +9,7 @@ from typing import Any
 from spartito.errors import UserError
 from spartito.log import note, warn
 from spartito.strategies import Strategy
+from spartito.training.arguments import known_names
 from spartito.training.callback import Callback, Logs
 from spartito.training.callbacks.monitor import Monitor
 
@@ -36,6 +37,7 @@ class EarlyStopping(Callback):
     stopped_epoch: int | None
     _weights: Callable[[], None] | None
 
+    @known_names("EarlyStopping")
     def __init__(
         self,
         monitor: str = "val_loss",

@@ -8,6 +8,7 @@ from inspect import signature
 from typing import Any
 
 from spartito.errors import UserError
+from spartito.training.arguments import known_names
 from spartito.training.callback import Callback
 
 
@@ -26,6 +27,7 @@ class LearningRateScheduler(Callback):
         UserError: It returns no finite number of 0 or more.
     """
 
+    @known_names("LearningRateScheduler")
     def __init__(self, schedule: Callable[..., float]) -> None:
         self.schedule = schedule
         self._set = -1

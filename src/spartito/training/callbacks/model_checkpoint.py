@@ -9,10 +9,12 @@ from typing import Any
 from spartito.checkpoint.manager import CheckpointManager
 from spartito.errors import TaskLostError, UserError
 from spartito.report.figures import VALIDATION
+from spartito.training.arguments import known_names
 from spartito.training.callback import Callback, Logs
 from spartito.training.callbacks.monitor import Monitor
 
 _DEFAULT = "val_loss"
+_FILES = (".keras", ".h5", ".hdf5", ".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tf")
 
 
 class ModelCheckpoint(Callback):
@@ -22,7 +24,8 @@ class ModelCheckpoint(Callback):
     own names; ``best.json`` points to the best one. In a job with an evaluator every epoch is
     saved, and the evaluator points to the best by its own ``val_`` figures. All replicas take
     part in collecting the state, the chief alone writes. A disk that is full ends no training: it
-    is said once, and the next checkpoint is another try.
+    is said once, and the next checkpoint is another try. Where the last one is refused too, and
+    nothing else has the trained model, `fit` ends with an error once the training is complete.
 
     Args:
         directory: Where they are; None: ``checkpoints`` in the run folder.
@@ -39,6 +42,7 @@ class ModelCheckpoint(Callback):
         UserError: The directory cannot be written, or no epoch reports the monitor.
     """
 
+    @known_names("ModelCheckpoint")
     def __init__(
         self,
         directory: str | os.PathLike[str] | None = None,
@@ -61,6 +65,8 @@ class ModelCheckpoint(Callback):
                 "Use two ModelCheckpoints with two directories.",
             )
         CheckpointManager("", keep)
+        if directory is not None:
+            _check_folder(os.fspath(directory))
         self.directory = None if directory is None else Path(directory)
         self.monitor = Monitor(monitor, mode)
         self.save_best_only = save_best_only
@@ -149,4 +155,15 @@ class ModelCheckpoint(Callback):
             asynchronous=self.asynchronous,
             otherwise=otherwise,
             then=lambda: manager.end(name, best),
+        )
+
+
+def _check_folder(name: str) -> None:
+    """Refuse what Keras and others would take for the name of a file, or of many."""
+    last = Path(name).name
+    if "{" in name or last.endswith(_FILES):
+        raise UserError(
+            f"ModelCheckpoint({name!r}) names files, and it takes a folder, in which checkpoints "
+            "are called by their step: step-00000400",
+            'Write ModelCheckpoint("checkpoints"); best.json in it names the best one.',
         )

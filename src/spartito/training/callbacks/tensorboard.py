@@ -7,6 +7,7 @@ from pathlib import Path
 
 from spartito.errors import UserError
 from spartito.report.figures import VALIDATION, scalars
+from spartito.training.arguments import known_names
 from spartito.training.callback import Callback, Logs
 from spartito.training.callbacks.event_file import EventFile
 
@@ -27,6 +28,7 @@ class TensorBoard(Callback):
         UserError: The directory cannot be written.
     """
 
+    @known_names("TensorBoard")
     def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
         """Remember the directory; nothing is written before training begins."""
         self.directory = None if directory is None else Path(directory)

@@ -1,0 +1,117 @@
+"""Buffers that forward passes change: whether they are alike on all replicas, and made so.
+
+A replica sees its own rows, so what a module gathers of them (the centre of its inputs, a
+codebook, statistics of a norm of one's own) is another value on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from spartito.collectives.collective import Collective
+from spartito.engine.batchnorm import SynchronizedForward, takes_statistics
+from spartito.engine.checksum import checksum, different, drifted, moments, outliers, rounding_id
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+MOST = 5
+"""Names in a message."""
+
+
+def shared_buffers(
+    model: nn.Module, with_synchronized: bool = True, without: Collection[int] = ()
+) -> dict[str, Tensor]:
+    """The buffers that are to be alike, by name.
+
+    Args:
+        model: Any.
+        with_synchronized: Whether synchronized norms have the same statistics on all replicas.
+        without: The ids of tensors to leave out.
+
+    Returns:
+        All but those that no checkpoint has, which may be caches, and the statistics of torch's
+        norms that each replica takes for itself: they are averaged.
+    """
+    found: dict[int, tuple[str, Tensor]] = {}
+    for path, module in model.named_modules():
+        is_shared = with_synchronized and isinstance(module, SynchronizedForward)
+        own = () if is_shared or not takes_statistics(module) else STATISTICS
+        for name, buffer in module._buffers.items():
+            if (
+                buffer is not None
+                and name not in module._non_persistent_buffers_set
+                and name not in own
+                and id(buffer) not in without
+                and not buffer.is_meta
+                and buffer.layout == torch.strided
+            ):
+                found.setdefault(id(buffer), (f"{path}.{name}".removeprefix("."), buffer))
+    return dict(found.values())
+
+
+def unlike(group: Collective, buffers: dict[str, Tensor]) -> dict[str, list[int]]:
+    """The ranks whose value of a buffer is not that of most, by its name; all tasks call it.
+
+    Args:
+        group: The tasks.
+        buffers: As `shared_buffers` returns them, the same names on all.
+
+    Returns:
+        Only buffers that differ, and by more than rounding where processors round differently.
+    """
+    if group.world_size == 1 or not buffers:
+        return {}
+    tensors = list(buffers.values())
+    mine = (checksum(tensors), rounding_id(tensors[0].device), sum(t.numel() for t in tensors))
+    found = [each.tolist() for each in group.all_gather(torch.tensor(mine))]
+    sums, rounds, sizes = zip(*found, strict=True)
+    if not outliers(sums):
+        return {}
+    if len({*rounds}) > 1 and len({*sizes}) == 1:
+        each = group.all_gather(torch.tensor(moments(tensors), dtype=torch.float64))
+        if not any(drifted([(float(a), float(b)) for a, b in each])):
+            return {}
+    one_by_one = group.all_gather(torch.tensor([checksum([tensor]) for tensor in tensors]))
+    values = zip(*(each.tolist() for each in one_by_one), strict=True)
+    others = {name: outliers(row) for name, row in zip(buffers, values, strict=True)}
+    return {name: ranks for name, ranks in others.items() if ranks}
+
+
+def refuse(group: Collective, others: dict[str, list[int]]) -> None:
+    """Raise `DriftedError` that names the tasks and buffers of `unlike`, if there are any."""
+    if others:
+        raise different(
+            group,
+            sorted({rank for ranks in others.values() for rank in ranks}),
+            f"has other values in {listed(others)} than",
+            "The forward pass changes them, from the rows of each replica. Compute them from all "
+            "rows (strategy.reduce), or leave deterministic=True out: then all replicas take the "
+            "first one's at the end of each epoch.",
+        )
+
+
+@torch.no_grad()
+def take_first(group: Collective, buffers: list[Tensor]) -> None:
+    """Give all tasks the first one's values, in place; all call it.
+
+    Raises `DriftedError` where a buffer has another shape elsewhere.
+    """
+    sizes = group.all_gather(torch.tensor([each.numel() for each in buffers]))
+    if ranks := outliers([tuple(each.tolist()) for each in sizes]):
+        raise different(
+            group,
+            ranks,
+            "has buffers of other shapes than",
+            "Register what is a cache with persistent=False: it is each replica's own.",
+        )
+    for buffer in buffers:
+        buffer.copy_(group.broadcast(buffer.detach().clone()))
+
+
+def listed(names: Collection[str]) -> str:
+    """Some of these buffers, in words."""
+    shown = ", ".join(map(repr, sorted(names)[:MOST]))
+    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+    return f"the buffer{'s'[: len(names) != 1]} {shown}{more}"

@@ -1,0 +1,111 @@
+"""Is a loss a mean that may be computed in parts? Two halves of a batch tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import lru_cache
+from typing import Any
+
+import torch
+from msgspec import structs
+from torch import Tensor
+
+from spartito.data.batch import Batch
+from spartito.engine.loss import LossFunction, WeightedLoss, look, mapped
+from spartito.engine.means import ADVICE
+from spartito.errors import UserError
+from spartito.log import warn
+
+COMPARES = "a loss that compares examples with each other, or is no mean over them"
+"""What the halves of a batch tell: a contrastive loss, an ``(n, n)`` of a wrong broadcast."""
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+"""By how much of the loss the sum of the halves may differ from the whole: rounding."""
+_LOW_PRECISION = 2e-2
+
+
+def compare_halves(loss: LossFunction, output: Any, batch: Batch, found: WeightedLoss) -> str:
+    """Whether two halves of a batch make the loss of the whole.
+
+    Args:
+        loss: The user's function.
+        output: The model's, for the rows of ``batch``.
+        batch: At least two rows, else there is nothing to compare.
+        found: The loss of the whole.
+
+    Returns:
+        The doubt where they do not; else nothing, also where the loss cannot be compared: it draws
+        at random, or takes no part of a batch.
+    """
+    size, middle = batch.size, batch.size // 2
+    if not middle or not found.counts:
+        return ""
+    state = torch.get_rng_state()
+    try:
+        parts = [
+            _part(deepcopy(loss), output, batch, begin, end)
+            for begin, end in ((0, size), (0, middle), (middle, size))
+        ]
+    except UserError:
+        raise
+    except Exception:
+        return ""  # what a user's function says of a part is not about the whole
+    finally:
+        torch.set_rng_state(state)
+    again, *halves = parts
+    tolerance = _TOLERANCE.get(found.value.dtype, _LOW_PRECISION)
+    whole = [float(found.total), float(found.weight)]
+    if not _close(whole, [float(again.total), float(again.weight)], tolerance):
+        return ""  # it draws at random, or counts its calls
+    sums = [sum(float(half.total) for half in halves), sum(float(half.weight) for half in halves)]
+    return "" if _close(whole, sums, tolerance) else COMPARES
+
+
+def _close(whole: list[float], parts: list[float], tolerance: float) -> bool:
+    """Whether sums and weights agree, or are no numbers that could."""
+    pairs = zip(whole, parts, strict=True)
+    return all(not abs(one - other) > tolerance * max(abs(one), abs(other)) for one, other in pairs)
+
+
+def _part(loss: LossFunction, output: Any, batch: Batch, begin: int, end: int) -> WeightedLoss:
+    """The loss of some rows of a batch."""
+    size = batch.size
+
+    def cut(tensor: Tensor) -> Tensor:
+        of_rows = tensor.dim() and tensor.shape[0] == size
+        return tensor[begin:end] if of_rows else tensor
+
+    part = structs.replace(
+        batch, data=mapped(batch.data, cut), size=end - begin, offsets=batch.offsets[begin:end]
+    )
+    return look(loss, mapped(_detached(output), cut), part)
+
+
+def _detached(output: Any) -> Any:
+    detach: Callable[[Tensor], Tensor] = Tensor.detach
+    return mapped(output, detach)
+
+
+def doubt(what: str, deterministic: bool) -> None:
+    """Refuse a loss whose parts make no exact mean, or warn of it once.
+
+    Args:
+        what: `WeightedLoss.doubt`.
+        deterministic: Whether the training is to equal that of one device.
+
+    Raises:
+        UserError: It is deterministic.
+    """
+    if deterministic:
+        raise UserError(f"{what}: each replica computes it of its own part of the batch", ADVICE)
+    _say(what)
+
+
+@lru_cache
+def _say(what: str) -> None:
+    warn(
+        "%s: each replica computes it of its own part of the batch, so the numbers depend on how "
+        "many replicas there are. %s",
+        what, ADVICE,
+    )  # fmt: skip

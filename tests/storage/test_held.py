@@ -1,0 +1,98 @@
+"""A store is one job's at a time, by a record that he renews."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from spartito.errors import UserError
+from spartito.folders import Holder
+from spartito.storage import held
+from spartito.storage.held import RECORD, HeldStore
+from spartito.storage.remote import FsspecStore
+
+
+def store(tmp_path: Path) -> FsspecStore:
+    return FsspecStore(f"file://{tmp_path}/bucket/{held.FOLDER}")
+
+
+def record(tmp_path: Path, text: str = "", **other: object) -> Path:
+    """That of a process on another machine."""
+    raw = json.loads(Holder.own().encode()) | {"host": "node7", "life": ["another/pid", 7, 7]}
+    file = tmp_path / "bucket" / held.FOLDER / RECORD
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(raw | other) + f"\n{text}\n")
+    return file
+
+
+def clock(monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
+    """Time that goes by at once; something happens meanwhile."""
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        then()
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+
+def test_who_renews_its_record_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(tmp_path)
+    clock(monkeypatch, lambda: record(tmp_path, "later"))
+    with pytest.raises(UserError, match=r"bucket is in use by another job: process 7 on node7"):
+        HeldStore(store(tmp_path))
+
+
+@pytest.mark.parametrize("how", ["left", "removed"])
+def test_who_is_gone_is_outlasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    file = record(tmp_path)
+    with monkeypatch.context() as patch:
+        clock(patch, lambda: file.unlink(missing_ok=True) if how == "removed" else None)
+        mine = HeldStore(store(tmp_path))
+    found = Holder.of(file.read_bytes())
+    assert found is not None
+    assert found.life == Holder.own().life
+    mine.let_go()
+    assert not file.exists()
+
+
+def test_a_process_of_this_machine_that_has_ended_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace, pid, _ = Holder.own().life
+    record(tmp_path, life=[namespace, pid, 1])  # the number is another process's now
+    clock(monkeypatch, lambda: pytest.fail("it waits"))
+    HeldStore(store(tmp_path)).let_go()
+
+
+def test_one_that_was_frozen_sees_that_another_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held, "RENEW_SECONDS", 0.01)
+    mine = HeldStore(store(tmp_path))
+    mine.check()
+    file = tmp_path / "bucket" / held.FOLDER / RECORD
+    first = file.read_bytes()
+    while file.read_bytes() == first:  # it renews it
+        pass
+    while mine._thread.is_alive():  # it may just have written over it
+        record(tmp_path)
+    with pytest.raises(UserError, match="on node7"):
+        mine.check()
+    mine.let_go()
+    assert file.exists()  # the other's
+
+
+def test_a_store_that_refuses_is_said_and_hinders_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "bucket").touch()
+    HeldStore(store(tmp_path)).let_go()
+    assert "another job is not kept off" in caplog.text

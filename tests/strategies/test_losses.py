@@ -1,0 +1,78 @@
+"""Losses as people write them give the numbers of a plain loop of torch, however they are cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.replicas import Replicas
+from tests.strategies import loss_jobs as jobs
+from tests.strategies.loss_jobs import BY_ROWS, COUNTED, NAMES, SUMS
+
+EXACT = 1e-12
+
+SOME = ["ignored", "classifier", "weighted", "masked", "by_hand", "sum_by_rows", "each"]
+OTHERS = [
+    ("sharded", 2, {}),
+    ("parameter_server", 2, {"max_staleness": 0, "min_shard_bytes": 16}),
+    ("pipeline", 2, {"stages": 2, "microbatches": 2, "split": ["2"]}),
+    ("mesh", 4, {"mesh": {"data": 2, "model": 2}}),
+    ("local_sgd", 2, {"groups": 1, "every": 1, "outer": {"lr": 1.0, "momentum": 0.0}}),
+    ("multi_worker_mirrored", 2, {"communication": "ddp"}),
+]
+
+
+def same(found: dict[str, Any], loss: str, **options: Any) -> None:
+    expected = jobs.of_torch(dict(jobs.cases())[loss], **options)
+    for name, value in expected["weights"].items():
+        difference = (found["weights"][name] - value).abs().max().item()
+        assert difference < (1e-7 if loss == "scaled" else EXACT), (loss, name, difference)
+    if "loss" in found and loss not in SUMS:
+        assert found["loss"] == pytest.approx(
+            expected["loss"], abs=1e-6 if loss == "scaled" else EXACT
+        ), loss
+
+
+def test_fit_is_that_of_one_device(replicas: Replicas) -> None:
+    for result in replicas(jobs.fit, 2, "mirrored", {}, NAMES):
+        for loss in NAMES:
+            same(result[loss], loss)
+
+
+def test_updates_of_several_batches(replicas: Replicas) -> None:
+    names = [*COUNTED, "mse", "sum_by_rows"]
+    for result in replicas(jobs.fit, 2, "mirrored", {}, names, 2):
+        for loss in names:
+            same(result[loss], loss, accumulate=2)
+
+
+@pytest.mark.parametrize("penalized", [False, True])
+def test_a_loop_of_ones_own(replicas: Replicas, penalized: bool) -> None:
+    names = [*COUNTED, *BY_ROWS] if penalized else NAMES
+    for result in replicas(jobs.loop, 2, "mirrored", {}, names, penalized):
+        for loss in names:
+            same(result[loss], loss, penalized=penalized)
+
+
+def test_models_with_their_own_loss(replicas: Replicas) -> None:
+    names = [name for name in NAMES if name != "each"]
+    for result in replicas(jobs.fit_own, 2, "mirrored", {}, names):
+        for loss in names:
+            if loss in ("masked", "filled", "chosen", "sum_by_count", *SUMS):
+                del result[loss]["loss"]
+            same(result[loss], loss)
+
+
+@pytest.mark.parametrize(("name", "count", "options"), OTHERS, ids=lambda value: str(value)[:20])
+def test_other_strategies(
+    replicas: Replicas, name: str, count: int, options: dict[str, Any]
+) -> None:
+    if name == "parameter_server":  # servers serve one training
+        for loss in ("ignored", "masked", "by_hand"):
+            for result in replicas(jobs.fit, count, name, options, [loss], servers=1):
+                same(result[loss], loss)
+        return
+    for result in replicas(jobs.fit, count, name, options, SOME):
+        for loss in SOME:
+            same(result[loss], loss)

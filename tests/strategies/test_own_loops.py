@@ -1,0 +1,84 @@
+"""What loops of one's own come across: checkpoints, several models, a loop that is left early."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import spartito as sp
+from spartito.engine.optimizers import check_optimizer
+from spartito.errors import UserError
+from spartito.strategies import Strategy
+
+LEFT = """
+import sys, torch
+import spartito as sp
+from spartito.engine import denormals
+strategy = sp.OneDeviceStrategy(cluster=sp.ClusterSpec.alone())
+net = torch.nn.Linear(3, 2)
+net, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+batches = iter(strategy.distribute(sp.data.arrays(torch.zeros(8, 3)).batch(4)))
+for batch in batches:
+    break
+torch.kept = [sys.modules["__main__"], denormals]  # as some libraries do
+"""
+
+
+def alone() -> Strategy:
+    return sp.OneDeviceStrategy(cluster=sp.ClusterSpec.alone())
+
+
+def prepared(strategy: Strategy) -> Any:
+    net = nn.Linear(3, 2)
+    return strategy.prepare(net, torch.optim.Adam(net.parameters()))
+
+
+def test_a_loop_that_is_left_early_ends_silently() -> None:
+    done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("call", ["state_dict", "load", "save", "keep"])
+def test_errors_name_the_call_that_was_made(tmp_path: Path, call: str) -> None:
+    strategy = alone()
+    given = {"load": (tmp_path,), "save": (tmp_path,)}.get(call, ())
+    with pytest.raises(UserError, match=rf"^{call}\(\) before prepare\(\)"):
+        getattr(strategy, call)(*given)
+    pairs = [prepared(strategy) for _ in range(2)]
+    with pytest.raises(UserError, match=rf"^{call}\(\) with 2 prepared models") as error:
+        getattr(strategy, call)(*given)
+    assert "backward()" not in str(error.value)
+    with strategy.using(pairs[0][1]):
+        assert strategy.state_dict()["model"].keys() == {"weight", "bias"}
+
+
+def test_a_loop_loads_what_a_trainer_has_saved(tmp_path: Path) -> None:
+    strategy = alone()
+    net = nn.Linear(3, 2)
+    trainer = sp.Trainer(net, optimizer=torch.optim.Adam, loss=nn.MSELoss(), strategy=strategy)
+    trainer.fit((torch.ones(8, 3), torch.zeros(8, 2)), batch_size=4, verbose=0)
+    trainer.save(tmp_path / "saved")
+    other = alone()
+    again, optimizer = prepared(other)
+    other.load(str(tmp_path / "saved"))
+    assert torch.equal(again.weight, net.weight)
+    assert optimizer.state[again.weight]["step"] == 2
+    with pytest.raises(UserError, match="a state with 'weight', 'bias', and no 'model'"):
+        other.load_state_dict(net.state_dict())
+    with pytest.raises(UserError, match=r"strategy\.load\(path\) after prepare"):
+        check_optimizer(optimizer, again, 2)
+
+
+def test_names_of_packages_are_shown() -> None:
+    import spartito.storage
+    import spartito.strategies
+
+    for module in (sp, sp.data, sp.callbacks, spartito.strategies, spartito.storage):
+        assert {*module.__all__} <= {*dir(module)}, module
+        assert dir(module) == sorted(dir(module))

@@ -1,0 +1,115 @@
+"""``docs/zoo.md``: written from cells, and read again to be held against them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.zoo.cells import COLUMNS, Cell, rows
+from tests.zoo.models import TITLES
+
+PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
+
+INTRODUCTION = """\
+# The zoo
+
+Real architectures, tiny, with random weights, in fp64: five steps of `fit` with \
+`deterministic=True`, clipping and a last batch that is smaller, beside a plain loop of torch. \
+They have padded texts, labels that are left out, frozen layers and BatchNorm. A number is the \
+largest difference of any weight, any buffer, any step's loss and the loss over all examples in \
+the end, rounded up; 1e-10 is the most that counts as right. "refused" means that the strategy \
+says before or in the first step that it cannot give these numbers; the notes below have its \
+words.
+
+{summary}
+
+"""
+
+METHOD = """\
+
+## How it is measured
+
+`python -m tests.zoo --write docs/zoo.md` trains all of it in real processes and writes this \
+page; the slow tests hold each cell against what runs. `mirrored` and `sharded 3` have three \
+replicas, of which the last batch leaves one without rows; `mesh 2x2` has four tasks, the \
+others two. Under `pipeline` plain torch runs models with BatchNorm on the same two \
+microbatches. Under `local_sgd` two groups meet after every second update, and plain torch \
+trains two models in the same way. `parameter_server` has `max_staleness=0`; there, and under \
+`local_sgd`, the losses of single steps are not compared. Transformers computes some norms and \
+losses in fp32; here they stay in fp64.
+"""
+
+
+def text_of(table: Mapping[tuple[str, str], Cell]) -> str:
+    """The page for these cells, which must be all."""
+    notes: list[str] = []
+    right = sum(cell.right for cell in table.values())
+    refused = sum(bool(cell.refused) for cell in table.values())
+    summary = (
+        f"Of {len(table)} cells {right} are right ({right / len(table):.0%}) and {refused} are "
+        "refused by name."
+    )
+    lines = [
+        "| | " + " | ".join(COLUMNS) + " |",
+        "|---" * (len(COLUMNS) + 1) + "|",
+    ]
+    for name in rows():
+        shown = [_shown(table[name, column], notes) for column in COLUMNS]
+        lines.append(f"| {TITLES[name]} | " + " | ".join(shown) + " |")
+    listed = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
+    return (
+        INTRODUCTION.format(summary=summary)
+        + "\n".join(lines)
+        + "\n\n## What is refused\n\n"
+        + "\n".join(listed)
+        + "\n"
+        + METHOD
+    )
+
+
+def read(page: Path = PAGE) -> dict[tuple[str, str], str]:
+    """What the page says of each cell: "right", or the words of its refusal."""
+    text = page.read_text()
+    notes = dict(re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE))
+    names = {TITLES[name]: name for name in rows()}
+    found = {}
+    for line in text.splitlines():
+        title, *cells = (part.strip() for part in line.strip("|").split("|"))
+        if title in names:
+            for column, said in zip(COLUMNS, cells, strict=True):
+                number = said.removeprefix("refused ").strip("()")
+                found[names[title], column] = (
+                    notes[number] if said.startswith("refused") else _kind(said)
+                )
+    return found
+
+
+def said_of(cell: Cell) -> str:
+    """What `read` returns for a page that was written from ``cell``."""
+    return _one_line(cell.refused) if cell.refused else "right" if cell.right else "wrong"
+
+
+def _shown(cell: Cell, notes: list[str]) -> str:
+    if not cell.refused:
+        return f"{_rounded(cell.difference)}" if cell.right else "**wrong**"
+    note = _one_line(cell.refused)
+    if note not in notes:
+        notes.append(note)
+    return f"refused ({notes.index(note) + 1})"
+
+
+def _rounded(value: float) -> str:
+    """The next power of ten: the last digits are those of one machine."""
+    return f"1e{math.ceil(math.log10(max(value, 1e-16)))}"
+
+
+def _kind(said: str) -> str:
+    return "right" if re.fullmatch(r"1e-\d+", said) else "wrong"
+
+
+def _one_line(text: str) -> str:
+    """An error in one line of a page, without what would be a mark there."""
+    told = " ".join(re.sub(r"(?<=[^.:;,\s])\n", ". ", text).split())
+    return re.sub(r"([<>_*|])", r"\\\1", told)
