@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from spartito.errors import EXIT_TASK_LOST, PREFIX
 from tests.backend import failing, jobs
 from tests.collectives.group import Group, running
-from tests.commands import free_port, nothing_left
+from tests.commands import commands_in, free_port, nothing_left
 from tests.replicas import Replicas
 
 LONG = 60.0  # a limit that no passing test comes near
@@ -42,6 +45,37 @@ def test_a_killed_rank_is_named(call: str) -> None:
         group.tell(0)
         group.signal(1, signal.SIGKILL)
         lost(group.result(0, LONG / 2), "rank 1 is gone")
+
+
+PROGRAM = """
+import os, signal
+import torch, torch.distributed as dist
+
+dist.init_process_group("spartito")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+for step in range(3):
+    if step == 1 and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model(torch.ones(2, 3)).sum().backward()
+"""
+
+
+@pytest.mark.usefixtures("no_segments_left")
+def test_programs_say_on_their_stderr_who_was_lost(tmp_path: Path) -> None:
+    """Though torch has replaced the exception hook by one that drops what ours prints."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
+    with commands_in(tmp_path) as commands:
+        script = commands.write("train.py", PROGRAM)
+        programs = [
+            commands.start(sys.executable, script, env={**meeting, "RANK": str(rank)})
+            for rank in range(3)
+        ]
+        ended = [program.end() for program in programs]
+    assert ended[1].code == -signal.SIGKILL, ended[1].text
+    for other in (ended[0], ended[2]):
+        assert other.code == EXIT_TASK_LOST, other.text
+        assert other.err.count(f"{PREFIX}rank 1 is gone") == 1, other.text
+        assert "Traceback" not in other.err
 
 
 @pytest.mark.usefixtures("no_segments_left")
