@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated
@@ -66,6 +68,7 @@ def __getattr__(name: str) -> typer.Typer:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (by default the process's own); returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_streams()
     try:
         application(words)(args=words, prog_name="spartito")
     except SpartitoError as error:
@@ -74,7 +77,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    finally:
+        _flush_streams()
     return 0
+
+
+def _open_streams() -> None:
+    """Let streams that were closed (``>&-``) lead nowhere, else files that we open get them."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode))
+
+
+def _flush_streams() -> None:
+    """Let go of what cannot be written: the interpreter would say so, and end with another code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _print_version(asked: bool) -> None:

@@ -357,7 +357,7 @@ def _pass_on(source: IO[bytes], ours: BinaryIO, kept: deque[bytes]) -> None:
 def _write(lines: Sequence[bytes], ours: BinaryIO, kept: deque[bytes] | None = None) -> None:
     if kept is not None:
         kept.extend(lines)
-    with suppress(BrokenPipeError):  # nobody reads us any more; the results are files
+    with suppress(OSError):  # nobody reads us any more, or the disk is full; results are files
         ours.writelines(lines)
         ours.flush()
 

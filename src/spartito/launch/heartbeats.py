@@ -14,6 +14,7 @@ from typing import Protocol
 
 from spartito.cluster.limits import notice_limit
 from spartito.cluster.secret import in_file
+from spartito.errors import UserError
 from spartito.heartbeat import SIZE, Beat, file_of, life_of, stacks_file
 from spartito.launch.watch import Seen, Watch
 from spartito.names import ENV_HEARTBEAT, ENV_STACKS
@@ -23,6 +24,8 @@ SHOWN = 4
 """Frames of a stack in a message."""
 STACKS_SECONDS = 3.0
 """For tasks to write their stacks, on a busy machine too."""
+ROOM = 1 << 20
+"""Bytes that a file system must have left for the files of a job: some pages for each task."""
 
 
 class Watched(Protocol):
@@ -69,7 +72,7 @@ class Watched(Protocol):
 
 
 class Heartbeats:
-    """A folder of this machine's memory with a file for each task.
+    """A folder with a file for each task: in this machine's memory, or where there is room.
 
     Args:
         say: Gets a line for the user.
@@ -77,6 +80,9 @@ class Heartbeats:
         notice: Seconds within which a task that stands still is named; None: what
             `notice_limit` says.
         beside: A folder that the tasks see too, for these files.
+
+    Raises:
+        UserError: There is no room for them, nor for temporary files.
     """
 
     def __init__(
@@ -88,8 +94,7 @@ class Heartbeats:
     ) -> None:
         self._say, self._stacks = say, stacks
         self._watch = Watch(notice_limit(notice))
-        there = beside if os.path.isdir(beside) else None
-        self.folder = Path(tempfile.mkdtemp(prefix="spartito-", dir=there))
+        self.folder = _new_folder(beside)
         self._files: dict[str, mmap.mmap] = {}
         self._next = 0.0
 
@@ -113,14 +118,13 @@ class Heartbeats:
         if remote:
             return env
         path = file_of(self.folder, name)
+        self._files.pop(name, None)  # of an earlier start
         for old in (path, stacks_file(path)):
             old.unlink(missing_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.truncate(file, SIZE)
-            self._files[name] = mmap.mmap(file, SIZE)
-        finally:
-            os.close(file)
+            self._files[name] = _mapped(path, SIZE)
+        except OSError:  # full by now: a task trains without a heartbeat as well
+            return env
         stacks = {} if self._stacks is None else {ENV_STACKS: str(self._stacks)}
         return env | {ENV_HEARTBEAT: str(path)} | stacks
 
@@ -216,6 +220,44 @@ class Heartbeats:
         except OSError:
             return ""
         return f"\n  the stacks of all its threads are in {path}"
+
+
+def _new_folder(beside: str) -> Path:
+    """A new folder in ``beside``; among temporary files where that is missing, full or read-only.
+
+    Raises `UserError` where neither has room.
+    """
+    wrong: OSError | None = None
+    for place in (beside, None):
+        try:
+            return _with_room(tempfile.mkdtemp(prefix="spartito-", dir=place))
+        except OSError as error:
+            wrong = error
+    raise UserError(
+        f"neither {beside} nor the folder of temporary files has {ROOM >> 20} MiB left: {wrong}",
+        "Free some space there, or set TMPDIR to a folder that can be written.",
+    ) from wrong
+
+
+def _with_room(name: str) -> Path:
+    folder, trial = Path(name), Path(name, "trial")
+    try:
+        _mapped(trial, ROOM).close()
+        trial.unlink()
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder
+
+
+def _mapped(path: Path, size: int) -> mmap.mmap:
+    """A new file in memory, all of it there: a hole in a full file system ends who writes to it."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(file, 0, size)
+        return mmap.mmap(file, size)
+    finally:
+        os.close(file)
 
 
 def _grown(path: Path, before: int, end: float) -> str:

@@ -46,8 +46,10 @@ class TextWriter(io.RawIOBase):
         self._stream.flush()
 
 
-def binary(stream: TextIO) -> BinaryIO:
-    """Where to write the bytes of ``stream``."""
+def binary(stream: TextIO | None) -> BinaryIO:
+    """Where to write the bytes of ``stream``; nowhere if it was closed before we began."""
+    if stream is None:
+        return open(os.devnull, "wb")
     found: BinaryIO = getattr(stream, "buffer", None) or cast("BinaryIO", TextWriter(stream))
     return found
 
@@ -110,13 +112,16 @@ class Sink:
     """Where lines of all tasks go: one of our own two streams.
 
     ``erases``: it is a terminal on which a line can be cleared. Two streams that are the same
-    terminal have one ``line``.
+    terminal have one ``line``. What cannot be written (nobody reads it any more, the disk is full)
+    is dropped, which ``tells`` says once: a job does not end for want of readers.
     """
 
     stream: BinaryIO
     coloured: bool
     erases: bool = False
     line: Line = field(default_factory=Line)
+    tells: Sink | None = field(default=None, repr=False)
+    dropped: bool = False
 
     @classmethod
     def of(cls, stream: BinaryIO) -> Sink:
@@ -128,6 +133,7 @@ class Sink:
     def pair(cls, out: BinaryIO, err: BinaryIO) -> tuple[Sink, Sink]:
         """One for each of our two streams."""
         sinks = cls.of(out), cls.of(err)
+        sinks[0].tells = sinks[1]
         if all(sink.erases for sink in sinks):
             sinks[1].line = sinks[0].line
         return sinks
@@ -157,9 +163,20 @@ class Sink:
 
     def _put(self, data: bytes) -> None:
         rest = memoryview(data)
-        while rest:  # without a buffer (python -u) a signal may cut a write short
-            rest = rest[self.stream.write(rest) :]
-        self.stream.flush()
+        try:
+            while rest:  # without a buffer (python -u) a signal may cut a write short
+                rest = rest[self.stream.write(rest) :]
+            self.stream.flush()
+        except OSError as error:
+            self._drop(error)
+
+    def _drop(self, error: OSError) -> None:
+        """Say once that the stream cannot be written; later lines are tried nevertheless."""
+        if not self.dropped and self.tells is not None:
+            self.tells.say(
+                f"stdout cannot be written ({error.strerror}): the job goes on, and lines are lost"
+            )
+        self.dropped = True
 
     def write_result(self, lines: list[bytes]) -> None:
         """Print the result of the job as it is."""
@@ -184,7 +201,8 @@ class JsonSink(Sink):
     @classmethod
     def pair(cls, out: BinaryIO, err: BinaryIO) -> tuple[Sink, Sink]:
         """One for each of our two streams."""
-        return cls(out, False, False, name="stdout"), cls(err, False, False, name="stderr")
+        told = cls(err, False, False, name="stderr")
+        return cls(out, False, False, tells=told, name="stdout"), told
 
     def write(self, lines: list[bytes], prefix: bytes = b"") -> None:
         """Print ``lines`` of the task that ``prefix`` names."""
