@@ -140,7 +140,7 @@ def look(loss: LossFunction, output: Any, batch: Batch) -> WeightedLoss:
     """
     if of_torch(loss):
         return weigh(evaluate_loss(loss, output, batch), batch)
-    with BeginAtLosses(batch.size), torch.enable_grad():
+    with torch.enable_grad(), BeginAtLosses(batch.size):
         return weigh(evaluate_loss(loss, mapped(output, _attached), batch), batch)
 
 

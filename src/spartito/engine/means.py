@@ -522,7 +522,7 @@ class BeginAtLosses(TorchFunctionMode):
     def __init__(self, size: int) -> None:
         super().__init__()
         self._size = size
-        self._begun = False
+        self._had_gradients = torch.is_grad_enabled()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -530,9 +530,8 @@ class BeginAtLosses(TorchFunctionMode):
         named = kwargs or {}
         if func not in _LOSSES or not args:
             return func(*args, **named)
-        if not self._begun and not torch.is_grad_enabled():
-            self._begun = True
-            torch.set_grad_enabled(True)
+        if not self._had_gradients and not torch.is_grad_enabled():
+            torch.set_grad_enabled(True)  # also for what the loss is divided by later
         first, *others = args
         if not isinstance(first, Tensor) or first.requires_grad or not first.is_floating_point():
             return func(*args, **named)
@@ -550,8 +549,7 @@ class BeginAtLosses(TorchFunctionMode):
         return scores.numel() * self._size == base.numel()
 
     def __exit__(self, *error: Any) -> None:
-        if self._begun:
-            torch.set_grad_enabled(False)
+        torch.set_grad_enabled(self._had_gradients)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
 
