@@ -43,7 +43,9 @@ def hosts() -> Iterator[Hosts]:
         yield make
 
 
-def start(commands: Commands, hosts: Sequence[Machine], limit: float) -> list[Program]:
+def start(
+    commands: Commands, hosts: Sequence[Machine], limit: float, secret: str = ""
+) -> list[Program]:
     """A doctor on each host."""
     own = [f"{host.name}:{PORT}" for host in hosts]
     return [
@@ -53,15 +55,17 @@ def start(commands: Commands, hosts: Sequence[Machine], limit: float) -> list[Pr
             "doctor",
             "--json",
             f"--timeout={limit}",
-            env=tf_config({"worker": own}, "worker", index),
+            env={**tf_config({"worker": own}, "worker", index), "SPARTITO_SECRET": secret},
         )
         for index, host in enumerate(hosts)
     ]
 
 
-def examine(commands: Commands, hosts: Sequence[Machine], limit: float = PATIENT) -> Ended:
+def examine(
+    commands: Commands, hosts: Sequence[Machine], limit: float = PATIENT, secret: str = ""
+) -> Ended:
     """What the first of them finds."""
-    first, *others = start(commands, hosts, limit)
+    first, *others = start(commands, hosts, limit, secret)
     ended = first.end()
     for other in others:
         assert other.end().code == ended.code
@@ -111,7 +115,36 @@ def test_the_ways_of_a_slow_cable_are_marked(commands: Commands, hosts: Hosts) -
     slow = {(source, target) for source, target in found["slow"]}
     assert slow >= {("worker 2", "worker 0"), ("worker 2", "worker 1")}
     assert ("worker 0", "worker 1") not in slow
-    assert "from worker 2 to worker 0 is far slower than the others" in what(found, "slow")
+    assert "from worker 2 to worker 0 is far slower than its reverse" in what(found, "slow")
+
+
+def test_a_direction_that_is_far_slower_than_its_reverse(commands: Commands, hosts: Hosts) -> None:
+    alpha, beta = hosts("alpha", "beta")
+    beta.slow_down(Link.read("1mbit"), both=False)
+    found = report(examine(commands, [alpha, beta]))
+    assert found["slow"] == [["worker 1", "worker 0"]]
+    assert "from worker 1 to worker 0 is far slower than its reverse" in what(found, "slow")
+
+
+@pytest.mark.parametrize("secret", ["", "a secret of sixteen characters or more"])
+@pytest.mark.parametrize("direction", ["there", "back", "both"])
+def test_a_line_that_drops_large_packets(
+    commands: Commands, hosts: Hosts, direction: str, secret: str
+) -> None:
+    alpha, beta = hosts("alpha", "beta")
+    lossy = {"there": [beta], "back": [alpha], "both": [alpha, beta]}[direction]
+    for host in lossy:
+        host.drop_large(1200)
+    found = report(examine(commands, [alpha, beta], secret=secret))
+    assert found["exit_code"] == 1
+    assert found["missing"] == found["unresponsive"] == []
+    said = what(found, "large messages")
+    if beta in lossy:
+        assert "from worker 0 to worker 1 small messages pass, those of 2 KiB do not" in said
+    if alpha in lossy:
+        assert "from worker 1 to worker 0 small messages pass, those of 2 KiB do not" in said
+    if not secret:  # each proves itself to the other in large packets
+        assert len(found["stuck"]) == len(lossy)
 
 
 def test_an_own_name_that_means_the_loopback(commands: Commands, hosts: Hosts) -> None:

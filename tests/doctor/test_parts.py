@@ -23,7 +23,7 @@ from spartito.doctor.findings import Memory, Outcome, Target
 from spartito.doctor.parallel import at_once
 from spartito.doctor.probe.probes import measure, probe
 from spartito.doctor.transport.connection import LONGEST_LINE, Connection, PeerError, connect
-from spartito.doctor.transport.messages import Data, Ping, Pong, Request
+from spartito.doctor.transport.messages import Data, Measured, Ping, Pong, Request
 from spartito.doctor.transport.server import DoctorServer, open_server
 from tests.callers import read_to_end
 from tests.launch.supervised import wait_until
@@ -161,8 +161,10 @@ def test_a_probe_tells_what_it_found(server: DoctorServer) -> None:
 
 
 def test_a_way_is_measured(server: DoctorServer) -> None:
-    speed = measure("worker 0", Target("worker 1", LOOPBACK, server.port), 30.0)
+    found = measure("worker 0", Target("worker 1", LOOPBACK, server.port), 30.0)
+    speed = found.speed
     assert speed is not None
+    assert found.stuck == 0
     assert (speed.source, speed.target) == ("worker 0", "worker 1")
     assert speed.latency > 0
     assert speed.bandwidth > 0
@@ -171,7 +173,7 @@ def test_a_way_is_measured(server: DoctorServer) -> None:
 
 def test_a_way_to_nobody_has_no_figures(server: DoctorServer) -> None:
     server.close()
-    assert measure("worker 0", Target("worker 1", LOOPBACK, server.port), 5.0) is None
+    assert measure("worker 0", Target("worker 1", LOOPBACK, server.port), 5.0) == Measured(None)
 
 
 def test_more_bytes_than_a_doctor_sends_are_refused(server: DoctorServer) -> None:

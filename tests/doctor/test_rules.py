@@ -18,6 +18,7 @@ from spartito.doctor.findings import (
     Route,
     Space,
     Speed,
+    Stuck,
     slow_pairs,
 )
 from spartito.doctor.report import closing, grids
@@ -97,6 +98,10 @@ def with_probes(*failed: Probe) -> Findings:
         probes=[k for k in healthy.probes if (k.source, k.target) not in lost] + list(failed),
         speeds=[s for s in healthy.speeds if (s.source, s.target) not in lost],
     )
+
+
+def without_speed(pair: tuple[str, str], **changes: object) -> Findings:
+    return report(speeds=[one for one in report().speeds if one.pair != pair], **changes)
 
 
 def the_verdict(given: Findings, kind: str) -> Verdict:
@@ -209,6 +214,28 @@ def one_other(task: str, **changes: object) -> Findings:
             "worker 2 finds at b:21000",
             0,
         ),
+        (
+            without_speed((W1, W2), stuck=[Stuck(W1, W2, 2048)]),
+            "large messages",
+            "error",
+            "from worker 1 to worker 2 small messages pass, those of 2 KiB do not: MTU?|"
+            "the interface that worker 1 sends by",
+            1,
+        ),
+        (
+            without_speed((W2, W1), stuck=[Stuck(W2, W1, 65536)]),
+            "large messages",
+            "error",
+            "from worker 2 to worker 1 small messages pass, those of 64 KiB do not",
+            1,
+        ),
+        (
+            without_speed((W2, W1)),
+            "not measured",
+            "warning",
+            "1 connection between tasks that training uses was not measured",
+            0,
+        ),
         *(
             (
                 one_other(W1, versions=HEALTHY.versions | {package: version}),
@@ -302,6 +329,31 @@ def test_the_slow_pair_is_marked(slow: Speed) -> None:
     ((row, column),) = matrix.marked
     assert (matrix.rows[row][0], matrix.heads[column]) == ("from worker 1", "to worker 2")
     assert matrix.rows[row][column].endswith("slow")
+
+
+@pytest.mark.parametrize(("bandwidth", "told"), [(1.4e5, True), (1.2e7, False)])
+def test_a_direction_is_compared_with_its_reverse(bandwidth: float, told: bool) -> None:
+    two = facts(W0), facts(W1)
+    there, back = Speed(W0, W1, 2e-4, 1e8, 0.0), Speed(W1, W0, 2e-4, bandwidth, 0.0)
+    given = report(*two, expected=[W0, W1], speeds=[there, back])
+    if not told:
+        assert "slow" not in {verdict.kind for verdict in judge(given)}
+        return
+    verdict = the_verdict(given, "slow")
+    assert (verdict.severity, verdict.tasks) == ("warning", [W1, W0])
+    assert "far slower than its reverse: 140 kB/s against 100 MB/s" in verdict.message
+
+
+def test_what_was_not_measured_is_not_said_to_be_well() -> None:
+    given = without_speed((W0, W1))
+    assert "what was measured is well" in closing(given, judge(given))
+
+
+def test_many_connections_that_training_does_not_make_need_no_figures() -> None:
+    servers = {"ps 0": "c:21000", W0: "a:21000", W1: "b:21000", W2: "b:21001"}
+    given = without_speed((W1, W2), expected=list(servers), addresses=servers)
+    verdict = the_verdict(given, "not measured")
+    assert (verdict.severity, verdict.advice) == ("note", "--timeout SECONDS gives more time.")
 
 
 @pytest.mark.parametrize(

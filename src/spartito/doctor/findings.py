@@ -14,6 +14,9 @@ from spartito.collectives.placement import calls
 SLOW_FACTOR = 5.0
 """A connection is slow when it takes so many times what the median one takes."""
 
+ONE_WAY_FACTOR = 10.0
+"""A direction is slow that carries so many times less than its reverse."""
+
 SLOW_LATENCY = 1e-3
 """Seconds that are never slow, whatever the others need."""
 
@@ -176,6 +179,19 @@ class Speed(msgspec.Struct, frozen=True):
         return self.latency > SLOW_LATENCY or self.bandwidth < FAST_BANDWIDTH
 
 
+class Stuck(msgspec.Struct, frozen=True):
+    """From source to target small messages arrive, and one of ``size`` bytes does not."""
+
+    source: str
+    target: str
+    size: int
+
+    @property
+    def pair(self) -> Pair:
+        """Source and target."""
+        return self.source, self.target
+
+
 class Findings(msgspec.Struct, frozen=True):
     """Who was expected, who came, and what they found; ``coordinator`` gathered it.
 
@@ -192,6 +208,7 @@ class Findings(msgspec.Struct, frozen=True):
     facts: dict[str, Facts]
     probes: list[Probe] = []
     speeds: list[Speed] = []
+    stuck: list[Stuck] = []
     unresponsive: list[str] = []
     refused: list[str] = []
     unknown_peers: list[str] = []
@@ -227,20 +244,15 @@ class Findings(msgspec.Struct, frozen=True):
     @property
     def needed(self) -> set[Pair]:
         """The connections that training makes; others may be closed."""
-        replicas = [t for t in self.expected if t.partition(" ")[0] in REPLICA_ROLES]
-        servers = [task for task in self.expected if task.startswith("ps ")]
-        if servers:
-            return {(task, replicas[0]) for task in replicas[1:]} | {
-                (task, server) for task in replicas for server in servers
-            }
-        known = {task: self.facts[task].ipc for task in replicas if task in self.facts}
-        first = next(iter(self.facts.values()), None)
-        found = calls(
-            [known.get(task, task) for task in replicas],
-            group=first is not None and first.process_group,
-            share=first is None or first.shared_memory,
-        )
-        return {(replicas[source], replicas[target]) for source, target in found}
+        return needed_pairs(self.expected, self.facts)
+
+    def uses(self, pair: Pair) -> bool:
+        """Whether training sends something from the first to the second: both send to each other.
+
+        Args:
+            pair: Two tasks.
+        """
+        return not self.needed.isdisjoint({pair, pair[::-1]})
 
     def probe(self, source: str, target: str) -> Probe | None:
         """What came of the connection from ``source`` to ``target``, None if nobody tried."""
@@ -256,6 +268,24 @@ class Findings(msgspec.Struct, frozen=True):
         return 0.0 if task == self.coordinator else None
 
 
+def needed_pairs(expected: Iterable[str], facts: Mapping[str, Facts]) -> set[Pair]:
+    """The connections that training makes between the ``expected`` tasks, by what is known."""
+    replicas = [task for task in expected if task.partition(" ")[0] in REPLICA_ROLES]
+    servers = [task for task in expected if task.startswith("ps ")]
+    if servers:
+        return {(task, replicas[0]) for task in replicas[1:]} | {
+            (task, server) for task in replicas for server in servers
+        }
+    known = {task: facts[task].ipc for task in replicas if task in facts}
+    first = next(iter(facts.values()), None)
+    found = calls(
+        [known.get(task, task) for task in replicas],
+        group=first is not None and first.process_group,
+        share=first is None or first.shared_memory,
+    )
+    return {(replicas[source], replicas[target]) for source, target in found}
+
+
 def addresses_of(cluster: Mapping[str, Iterable[str]]) -> dict[str, str]:
     """Every task of a cluster by its name, with its address."""
     return {
@@ -266,14 +296,15 @@ def addresses_of(cluster: Mapping[str, Iterable[str]]) -> dict[str, str]:
 
 
 def slow_pairs(speeds: Iterable[Speed], machines: Mapping[str, str]) -> set[Pair]:
-    """Which pairs are slow against the median of at least three like them.
+    """Which pairs are slow against their reverse, or the median of at least three like them.
 
     Pairs inside of a machine and pairs between machines are two kinds.
     """
+    speeds = list(speeds)
     kinds: dict[bool, list[Speed]] = {True: [], False: []}
     for speed in speeds:
         kinds[machines.get(speed.source) == machines.get(speed.target)].append(speed)
-    slow = set()
+    slow = {speed.pair for speed in speeds if slower_than_back(speed, speeds)}
     for alike in kinds.values():
         if len(alike) < 3:
             continue
@@ -281,3 +312,11 @@ def slow_pairs(speeds: Iterable[Speed], machines: Mapping[str, str]) -> set[Pair
         bandwidth = min(FAST_BANDWIDTH, median(one.bandwidth for one in alike) / SLOW_FACTOR)
         slow |= {s.pair for s in alike if s.latency > latency or s.bandwidth < bandwidth}
     return slow
+
+
+def slower_than_back(speed: Speed, speeds: Iterable[Speed]) -> Speed | None:
+    """The reverse of ``speed`` among ``speeds``, where that is far faster; else None."""
+    back = next((one for one in speeds if one.pair == speed.pair[::-1]), None)
+    if back is None or speed.bandwidth >= min(FAST_BANDWIDTH, back.bandwidth / ONE_WAY_FACTOR):
+        return None
+    return back

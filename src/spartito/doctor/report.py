@@ -68,7 +68,9 @@ def closing(findings: Findings, verdicts: Sequence[Verdict]) -> str:
     warnings = sum(verdict.severity == "warning" for verdict in verdicts)
     but = f", but look at the {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
     tasks = f"{there} of {expected} task{'s' * (expected > 1)} {'is' if there == 1 else 'are'} here"
-    how = {0: f"all is well{but}", EXIT_TASK_LOST: "not all respond: see above"}
+    part = any(v.kind == "not measured" and v.severity == "warning" for v in verdicts)
+    well = "what was measured is well" if part else "all is well"
+    how = {0: f"{well}{but}", EXIT_TASK_LOST: "not all respond: see above"}
     return f"{tasks}; {how.get(code, 'something is wrong: see above')} ({findings.seconds:.1f} s)"
 
 
@@ -153,6 +155,7 @@ def _machines(findings: Findings) -> Grid:
 def _matrix(findings: Findings) -> Grid:
     there = list(findings.facts)
     speeds = {speed.pair: speed for speed in findings.speeds}
+    stuck = {one.pair for one in findings.stuck}
     rows, marked = [], set()
     for y, source in enumerate(there):
         row = [f"from {source}"]
@@ -160,7 +163,9 @@ def _matrix(findings: Findings) -> Grid:
             speed, probe = speeds.get((source, target)), findings.probe(source, target)
             failed, is_slow = probe is not None and not probe.ok, (source, target) in findings.slow
             words = NOTHING if probe is None or not failed else probe.outcome.value
-            if speed is not None:
+            if (source, target) in stuck:
+                words, failed = "small only", True
+            elif speed is not None:
                 words = f"{duration(speed.latency)}\n{rate(speed.bandwidth)}"
             row.append("" if source == target else words + "\nslow" * is_slow)
             if failed or is_slow:

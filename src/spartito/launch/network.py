@@ -83,6 +83,13 @@ class Machine:
         rule = ["-s", source.address, "-p", "tcp", "--dport", str(port), "-j", "DROP"]
         _system(*self.enters, "iptables", "-I" if first else "-A", "INPUT", *rule)
 
+    def drop_large(self, size: int) -> None:
+        """Let packets of so many bytes or more, which others send here, go lost without a word."""
+        # What the others' kernel has put together would count as one large packet.
+        _inside(self.switch, "ip", "link", "set", "dev", self.name, "gso_max_segs", "1")
+        rule = ["-i", "eth0", "-m", "length", "--length", f"{size}:65535", "-j", "DROP"]
+        _system(*self.enters, "iptables", "-A", "INPUT", *rule)
+
     def open_only(self, first: int, last: int) -> None:
         """Let connections from elsewhere come in at these ports, and drop what comes to others."""
         for rule in (

@@ -18,8 +18,10 @@ from spartito.doctor.findings import (
     Pair,
     Probe,
     Speed,
+    Stuck,
     Target,
     addresses_of,
+    needed_pairs,
 )
 from spartito.doctor.parallel import at_once
 from spartito.doctor.probe.probes import carry_out
@@ -45,7 +47,7 @@ PROBE, PROBE_SECONDS = 0.15, 2.0
 """A connection gets this fraction of the time limit, and never more than so many seconds."""
 
 MEASURE_SECONDS, REPLY_SECONDS = 1.0, 0.5
-"""One measurement at most, and what its reply may take on top."""
+"""One measurement at most the first time, and what its reply may take on top."""
 
 LOOK_SECONDS, SECRET_SECONDS = 0.25, 1.5
 """How often to look for tasks with another secret, and how long one must try to join."""
@@ -57,7 +59,8 @@ ONE_AT_A_TIME = 16
 """Up to so many tasks pairs take turns; of more, pairs without a common task go together."""
 
 RETRIES = 2
-"""How often a pair that may be slow is measured again: a busy moment is no slow network."""
+"""How often a pair that may be slow, or lets nothing large through, is measured again, with more
+time: a busy moment is no slow network."""
 
 
 @dataclass
@@ -86,6 +89,7 @@ class Coordinator:
     unresponsive: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     speeds: dict[Pair, Speed] = field(default_factory=dict)
+    stuck: dict[Pair, Stuck] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.addresses = addresses_of(self.facts.cluster)
@@ -104,6 +108,7 @@ class Coordinator:
             facts={task: there[task] for task in self.addresses if task in there},
             probes=probes,
             speeds=list(self.speeds.values()),
+            stuck=list(self.stuck.values()),
             unresponsive=list(dict.fromkeys(self.unresponsive)),
             refused=self.refused,
             unknown_peers=list(self.server.unknown_peers),
@@ -227,12 +232,14 @@ class Coordinator:
         return [p for probes in at_once(ask, list(self._facts()), limit) for p in probes or []]
 
     def _measure(self, pairs: Iterable[Pair]) -> None:
-        """Measure ``pairs`` in turns, and once more those that look slow."""
+        """Measure ``pairs`` in turns, what training uses first, and again those that look bad."""
         tasks = list(self._facts())
         width = 1 if len(tasks) <= ONE_AT_A_TIME else len(tasks) // 2
         targets, gone = self._targets(), set(self.unresponsive)
         until = self.began + MEASURE * self.seconds
-        wanted = set(pairs)
+        needed = needed_pairs(self.addresses, self._facts())
+        needed |= {pair[::-1] for pair in needed}
+        there = set(pairs)
 
         def turn(pair: Pair) -> None:
             for source, target in (pair, pair[::-1]):
@@ -241,21 +248,27 @@ class Coordinator:
                     continue
                 if left < MEASURE_SECONDS / 10:
                     return
-                order = MeasureOrder(targets[target], min(MEASURE_SECONDS, left))
+                order = MeasureOrder(targets[target], min(seconds, left))
                 done = self._ask(source, order)
                 if not isinstance(done, Measured):
                     gone.add(source)
                     return
-                if done.speed is None:
-                    gone.add(target)
-                else:
+                if done.speed is not None:
                     self._keep(done.speed)
+                    self.stuck.pop((source, target), None)
+                elif done.stuck:
+                    self.stuck[source, target] = Stuck(source, target, done.stuck)
+                else:
+                    gone.add(target)
 
         with ThreadPoolExecutor(width) as pool:
-            for _ in range(1 + RETRIES):
-                for together in rounds(tasks):
-                    list(pool.map(turn, together))
-                wanted = {speed.pair for speed in self.speeds.values() if speed.may_be_slow}
+            for attempt in range(1 + RETRIES):
+                seconds = MEASURE_SECONDS * (1 + attempt)
+                for wanted in (there & needed, there - needed):
+                    for together in rounds(tasks) if wanted else ():
+                        list(pool.map(turn, together))
+                there = {speed.pair for speed in self.speeds.values() if speed.may_be_slow}
+                there |= set(self.stuck)
 
     def _keep(self, speed: Speed) -> None:
         """The better of what was measured of one pair."""

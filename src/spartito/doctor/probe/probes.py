@@ -24,9 +24,17 @@ PINGS, LEAST_PINGS = 20, 4
 PING_SECONDS = 0.02
 """Small messages of a pair: so many, or for so long; one may meet a task whose quota is spent."""
 
-SIZES = (64 << 10, 256 << 10, 1 << 20, MOST_BYTES)
+SIZES = (2 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, MOST_BYTES)
 DATA_SECONDS = 0.05
-"""Bytes of a pair: growing, until one message takes so long."""
+"""Bytes of a pair: growing, until one message takes so long. The first need two packets, or two of
+the largest that there are."""
+
+FEW = 64 << 10
+"""The speed of fewer bytes counts only where no more arrive, and those take far longer than a small
+message."""
+
+PROBE_PART = 0.3
+"""The part of a measurement's time that is left to see whether small messages arrive."""
 
 ZEROS = memoryview(bytes(MOST_BYTES))
 
@@ -35,7 +43,7 @@ def carry_out(order: Order, task: str, key: Key) -> Probed | Measured:
     """Do as task ``task`` what the coordinator orders."""
     if isinstance(order, ProbeOrder):
         return Probed(probe_all(task, order.targets, order.seconds, key))
-    return Measured(measure(task, order.target, order.seconds, key))
+    return measure(task, order.target, order.seconds, key)
 
 
 def probe_all(
@@ -64,16 +72,23 @@ def probe(source: str, target: Target, end: float, key: Key = NO_SECRET) -> Prob
     return Probe(source, target.task, target.address, outcome, detail)
 
 
-def measure(source: str, target: Target, seconds: float, key: Key = NO_SECRET) -> Speed | None:
-    """Latency, bandwidth and clock of the connection to ``target``; None without a response."""
-    end = time.monotonic() + seconds
+def measure(source: str, target: Target, seconds: float, key: Key = NO_SECRET) -> Measured:
+    """Latency, bandwidth and clock of the connection to ``target``.
+
+    Where a message does not arrive, it is seen whether small ones do at the same time: else nobody
+    responds at all.
+    """
+    began = time.monotonic()
+    end, stuck = began + (1 - PROBE_PART) * seconds, SIZES[0]
     try:
-        with connect(target, end, key) as connection:
+        with connect(target, end, key, large=True) as connection:
             latency, clock = _latency(connection, end)
-            bandwidth = _bandwidth(connection, latency, end)
-            return Speed(source, target.task, latency, bandwidth, clock)
+            bandwidth, stuck = _bandwidth(connection, latency, end)
+            if bandwidth:
+                return Measured(Speed(source, target.task, latency, bandwidth, clock))
     except PeerError:
-        return None  # the report says that this pair has no figures
+        pass  # maybe as large packets are needed already to prove who one is
+    return Measured(None, stuck if probe(source, target, began + seconds, key).ok else 0)
 
 
 def _latency(connection: Connection, end: float) -> tuple[float, float]:
@@ -89,16 +104,25 @@ def _latency(connection: Connection, end: float) -> tuple[float, float]:
     return min(trips)
 
 
-def _bandwidth(connection: Connection, latency: float, end: float) -> float:
-    """Bytes per second of the fastest of `SIZES` that time allows."""
-    speed = 0.0
+def _bandwidth(connection: Connection, latency: float, end: float) -> tuple[float, int]:
+    """Bytes per second of the fastest of `SIZES` that time allows, and which one did not arrive."""
+    speed = guess = 0.0
     for size in SIZES:
+        if guess and size / guess > end - time.monotonic():
+            break
         began = time.perf_counter()
-        connection.send(Data(size), end, ZEROS[:size])
-        connection.receive(Pong, end)
+        try:
+            connection.send(Data(size), end, ZEROS[:size])
+            connection.receive(Pong, end)
+        except PeerError:
+            return speed or guess, size
         took = time.perf_counter() - began
         # The reply's way back is no part of it, and never most of it.
-        speed = max(speed, size / max(took - latency / 2, took / 2))
-        if took > DATA_SECONDS:
-            break
-    return speed
+        found = size / max(took - latency / 2, took / 2)
+        if size >= FEW:
+            speed = guess = max(speed, found)
+            if took > DATA_SECONDS:
+                break
+        elif took > 4 * latency:
+            guess = found
+    return speed or guess, 0

@@ -22,6 +22,7 @@ RULES: tuple[Callable[[Findings], Verdicts], ...] = (
     network.connections,
     machine.versions,
     machine.clocks,
+    network.stuck_pairs,
     network.slow_pairs,
     network.unmeasured_pairs,
     lines.thin_lines,

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from itertools import combinations, permutations
 
 from spartito.cluster.spec import is_loopback
-from spartito.doctor.findings import Findings, Outcome, Probe
-from spartito.doctor.rules.verdict import Verdict, Verdicts
-from spartito.doctor.wording import duration, joined, rate
+from spartito.doctor.findings import Findings, Outcome, Pair, Probe, slower_than_back
+from spartito.doctor.rules.verdict import Severity, Verdict, Verdicts
+from spartito.doctor.wording import amount, duration, joined, rate
 
 MEANS = {
     Outcome.UNRESOLVED: "its name does not resolve",
@@ -195,30 +195,59 @@ def connections(findings: Findings) -> Verdicts:
             yield Verdict("one way", "error", what, advice, [source, target])
 
 
+def stuck_pairs(findings: Findings) -> Verdicts:
+    """Pairs between which small messages pass, and larger ones do not."""
+    for stuck in findings.stuck:
+        what = (
+            f"from {stuck.source} to {stuck.target} small messages pass, those of "
+            f"{amount(stuck.size)} do not: MTU?"
+        )
+        advice = (
+            "An overlay network or a VPN takes 50 to 100 bytes of each packet: set the MTU of the "
+            f"interface that {stuck.source} sends by to what passes ('ping -M do -s 1372 HOST' "
+            "tries an MTU of 1400), or let routers answer that a packet is too large (ICMP)."
+        )
+        if findings.uses(stuck.pair):
+            yield Verdict("large messages", "error", what, advice, [stuck.source, stuck.target])
+        else:
+            what += "; training does not make this connection"
+            yield Verdict("unused connection", "note", what)
+
+
 def slow_pairs(findings: Findings) -> Verdicts:
-    """Pairs that are far slower than the others."""
+    """Pairs that are far slower than the others, or than their own reverse."""
+    slow = findings.slow
     for speed in findings.speeds:
-        if speed.pair in findings.slow:
-            what = (
-                f"the connection from {speed.source} to {speed.target} is far slower than the "
-                f"others: {duration(speed.latency)} round trip, {rate(speed.bandwidth)}"
-            )
+        if speed.pair in slow:
+            what = f"the connection from {speed.source} to {speed.target} is far slower than "
+            back = slower_than_back(speed, findings.speeds)
+            if back is None:
+                what += f"the others: {duration(speed.latency)} round trip, {rate(speed.bandwidth)}"
+            else:
+                what += f"its reverse: {rate(speed.bandwidth)} against {rate(back.bandwidth)}"
             advice = "Look at the cable, the interface and the load of these two."
             yield Verdict("slow", "warning", what, advice, [speed.source, speed.target])
 
 
 def unmeasured_pairs(findings: Findings) -> Verdicts:
-    """Pairs that reach each other and have no figures."""
-    measured = {speed.pair for speed in findings.speeds}
+    """Pairs that reach each other and have no figures: whether they carry much is not known."""
+    measured = {one.pair for one in findings.speeds} | {one.pair for one in findings.stuck}
     reached = {(probe.source, probe.target) for probe in findings.probes if probe.ok}
     left = (reached & set(permutations(findings.responsive, 2))) - measured
-    if left:
-        what = (
-            f"{len(left)} connections between tasks were not measured: the time was over, or a "
-            "task stopped responding"
-        )
-        advice = "--timeout SECONDS gives more time."
-        yield Verdict("not measured", "note", what, advice)
+    used = {pair for pair in findings.needed | {p[::-1] for p in findings.needed} if pair in left}
+    kinds: list[tuple[set[Pair], Severity, str]] = [
+        (used, "warning", " that training uses"),
+        (left - used, "note", ""),
+    ]
+    for pairs, severity, which in kinds:
+        if pairs:
+            count = f"{len(pairs)} connection{'s' * (len(pairs) > 1)} between tasks{which}"
+            what = (
+                f"{count} {'were' if len(pairs) > 1 else 'was'} not measured: the time was over, "
+                "or a task stopped responding"
+            )
+            advice = "--timeout SECONDS gives more time."
+            yield Verdict("not measured", severity, what, advice)
 
 
 def unknown_peers(findings: Findings) -> Verdicts:

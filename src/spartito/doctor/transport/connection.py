@@ -26,6 +26,10 @@ PURPOSE = "doctor"
 
 READ_SIZE = 1 << 16
 
+SMALL = 512
+"""Bytes of a packet that passes everywhere: what is said goes in these, on a line that drops large
+ones too, and only what is measured in packets as training sends them."""
+
 
 class PeerError(Exception):
     """There is no doctor at the other end, or it stopped responding; ``outcome`` says how."""
@@ -95,14 +99,23 @@ class Connection(AbstractContextManager["Connection"]):
         self.socket.settimeout(left)
 
 
-def connect(target: Target, end: float, key: Key) -> Connection:
+def connect(target: Target, end: float, key: Key, *, large: bool = False) -> Connection:
     """A connection to the doctor of ``target``; both have proved that they know ``key``.
+
+    Args:
+        target: where it listens.
+        end: the end of the wait.
+        key: what both know.
+        large: let both send packets as large as the interface takes, not only `SMALL` ones.
+
+    Returns:
+        The connection.
 
     Raises:
         PeerError: there is none until ``end``, or it does not know the key.
     """
     try:
-        connected = _dial(target, end)
+        connected = _dial(target, end, large)
     except OSError as error:
         raise PeerError(_why_not_connected(error), str(error)) from error
     try:
@@ -129,11 +142,11 @@ def _peer_errors() -> Iterator[None]:
         raise PeerError(Outcome.OTHER_SECRET) from error
 
 
-def _dial(target: Target, end: float) -> socket.socket:
+def _dial(target: Target, end: float, large: bool) -> socket.socket:
     left = end - time.monotonic()
     if left <= 0:
         raise TimeoutError("no time is left")
-    connected = socket.create_connection((target.host, target.port), left)
+    connected = _connected(target, left, large)
     try:
         if connected.getsockname() == connected.getpeername():
             # Nobody listens, and the system chose this very port for our own end.
@@ -143,6 +156,26 @@ def _dial(target: Target, end: float) -> socket.socket:
         connected.close()
         raise
     return connected
+
+
+def _connected(target: Target, seconds: float, large: bool) -> socket.socket:
+    """As `socket.create_connection`, which sets no option before it connects."""
+    wrong: OSError | None = None
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        target.host, target.port, type=socket.SOCK_STREAM
+    ):
+        dialled = socket.socket(family, kind, protocol)
+        try:
+            dialled.settimeout(seconds)
+            if not large:
+                dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SMALL)
+            dialled.connect(address)
+        except OSError as error:
+            dialled.close()
+            wrong = error
+        else:
+            return dialled
+    raise wrong or socket.gaierror(f"{target.host} has no address")
 
 
 def _why_not_connected(error: OSError) -> Outcome:

@@ -76,9 +76,13 @@ class MeasureOrder(Message, frozen=True):
 
 
 class Measured(Message, frozen=True):
-    """What came of it; None when it failed."""
+    """What came of it: no ``speed`` when it failed.
+
+    ``stuck``: bytes of the message that did not arrive, though small ones did; 0 where none failed.
+    """
 
     speed: Speed | None
+    stuck: int = 0
 
 
 class End(Message, frozen=True):
