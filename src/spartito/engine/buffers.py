@@ -6,7 +6,8 @@ codebook, statistics of a norm of one's own) is another value on each.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,75 @@ def shared_buffers(
             ):
                 found.setdefault(id(buffer), (f"{path}.{name}".removeprefix("."), buffer))
     return dict(found.values())
+
+
+def kept_buffers(model: nn.Module) -> set[str]:
+    """The names of the buffers that checkpoints have: others may be caches."""
+    return {
+        f"{path}.{name}".removeprefix(".")
+        for path, module in model.named_modules()
+        for name in module._buffers.keys() - module._non_persistent_buffers_set
+    }
+
+
+def caches(model: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers that no checkpoint has, by name."""
+    kept = kept_buffers(model)
+    return {
+        f"{path}.{name}".removeprefix("."): buffer
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if f"{path}.{name}".removeprefix(".") not in kept
+    }
+
+
+def unlike_caches(group: Collective, buffers: dict[str, Tensor | None]) -> dict[str, list[int]]:
+    """As `unlike`, of what no checkpoint has; all tasks call it.
+
+    One that has another size elsewhere belongs to the rows there, as a mask of padded texts.
+
+    Args:
+        group: The tasks.
+        buffers: As `caches` returns them.
+    """
+    if group.world_size == 1:
+        return {}
+    plain = {
+        name: buffer
+        for name, buffer in buffers.items()
+        if buffer is not None and not buffer.is_meta and buffer.layout == torch.strided
+    }
+    device = next((buffer.device for buffer in plain.values()), torch.device("cpu"))
+    same = group.all_gather(torch.tensor([len(buffers), rounding_id(device)]))
+    if not buffers or len({tuple(each.tolist()) for each in same}) > 1:
+        return {}  # processors of several kinds round differently
+    mine = [
+        (plain[name].numel(), checksum([plain[name]])) if name in plain else (-1, 0)
+        for name in buffers
+    ]
+    found = [each.tolist() for each in group.all_gather(torch.tensor(mine))]
+    others = {}
+    for name, row in zip(buffers, zip(*found, strict=True), strict=True):
+        sizes, sums = zip(*row, strict=True)
+        if len({*sizes}) == 1 and (ranks := outliers(sums)):
+            others[name] = ranks
+    return others
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[set[str]]:
+    """A forward pass; afterwards the set has the floating buffers that it has changed.
+
+    Not those of which a checkpoint knows nothing and that it has replaced as a whole: caches.
+    """
+    kept, changed = kept_buffers(model), set[str]()
+    before = {name: (each, each._version) for name, each in model.named_buffers()}
+    yield changed
+    for name, buffer in model.named_buffers():
+        old, version = before.get(name, (None, 0))
+        is_same = old is buffer and buffer._version == version
+        if buffer.is_floating_point() and not is_same and (old is buffer or name in kept):
+            changed.add(name)
 
 
 def unlike(group: Collective, buffers: dict[str, Tensor]) -> dict[str, list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -12,35 +13,64 @@ from msgspec import structs
 from torch import Tensor
 
 from spartito.data.batch import Batch
-from spartito.engine.loss import LossFunction, WeightedLoss, look, mapped
-from spartito.engine.means import ADVICE
+from spartito.engine.loss import LossFunction, WeightedLoss, look, mapped, of_torch
+from spartito.engine.means import ADVICE, COMPARES
 from spartito.errors import UserError
 from spartito.log import warn
-
-COMPARES = "a loss that compares examples with each other, or is no mean over them"
-"""What the halves of a batch tell: a contrastive loss, an ``(n, n)`` of a wrong broadcast."""
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 """By how much of the loss the sum of the halves may differ from the whole: rounding."""
 _LOW_PRECISION = 2e-2
 
 
-def compare_halves(loss: LossFunction, output: Any, batch: Batch, found: WeightedLoss) -> str:
+@dataclass(slots=True)
+class Comparisons:
+    """What halves of the first batches have told of a training's loss.
+
+    Attributes:
+        left: So many batches are still compared.
+        agreed: Whether the halves of one made the loss of the whole.
+    """
+
+    left: int = 3
+    agreed: bool = False
+
+    def look(
+        self, loss: LossFunction | None, output: Any, batch: Batch, found: WeightedLoss
+    ) -> WeightedLoss:
+        """``found`` with the doubt that halves of the batch raise, or without one that they end.
+
+        Args:
+            loss: The user's function, of which any part can be asked.
+            output: The model's, for the rows of ``batch``.
+            batch: At least two rows, else there is nothing to compare.
+            found: The loss of the whole.
+        """
+        if loss is None or of_torch(loss):
+            return found
+        if self.left and (found.is_guess or not found.doubt):
+            self.left -= 1
+            agree = compare_halves(loss, output, batch, found)
+            if agree is False:
+                doubt = found.doubt or COMPARES
+                return structs.replace(found, doubt=doubt, is_guess=False)
+            self.agreed = self.agreed or agree is True
+        if found.is_guess and self.agreed:
+            return structs.replace(found, doubt="", is_guess=False)
+        return found
+
+
+def compare_halves(
+    loss: LossFunction, output: Any, batch: Batch, found: WeightedLoss
+) -> bool | None:
     """Whether two halves of a batch make the loss of the whole.
 
-    Args:
-        loss: The user's function.
-        output: The model's, for the rows of ``batch``.
-        batch: At least two rows, else there is nothing to compare.
-        found: The loss of the whole.
-
     Returns:
-        The doubt where they do not; else nothing, also where the loss cannot be compared: it draws
-        at random, or takes no part of a batch.
+        None where the loss cannot be compared: it draws at random, or takes no part of a batch.
     """
     size, middle = batch.size, batch.size // 2
     if not middle or not found.counts:
-        return ""
+        return None
     state = torch.get_rng_state()
     try:
         parts = [
@@ -50,22 +80,22 @@ def compare_halves(loss: LossFunction, output: Any, batch: Batch, found: Weighte
     except UserError:
         raise
     except Exception:
-        return ""  # what a user's function says of a part is not about the whole
+        return None  # what a user's function says of a part is not about the whole
     finally:
         torch.set_rng_state(state)
     again, *halves = parts
     tolerance = _TOLERANCE.get(found.value.dtype, _LOW_PRECISION)
     whole = [float(found.total), float(found.weight)]
     if not _close(whole, [float(again.total), float(again.weight)], tolerance):
-        return ""  # it draws at random, or counts its calls
+        return None  # it draws at random, or counts its calls
     sums = [sum(float(half.total) for half in halves), sum(float(half.weight) for half in halves)]
-    return "" if _close(whole, sums, tolerance) else COMPARES
+    return _close(whole, sums, tolerance)
 
 
 def _close(whole: list[float], parts: list[float], tolerance: float) -> bool:
-    """Whether sums and weights agree, or are no numbers that could."""
+    """Whether sums and weights agree."""
     pairs = zip(whole, parts, strict=True)
-    return all(not abs(one - other) > tolerance * max(abs(one), abs(other)) for one, other in pairs)
+    return all(abs(one - other) <= tolerance * max(abs(one), abs(other)) for one, other in pairs)
 
 
 def _part(loss: LossFunction, output: Any, batch: Batch, begin: int, end: int) -> WeightedLoss:

@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from spartito.data.batch import Batch
 from spartito.data.collate import leaves, rows
-from spartito.engine.means import BeginAtLosses, divisor
+from spartito.engine.beginning import BeginAtLosses
+from spartito.engine.means import divisor
 from spartito.errors import UserError
 
 LossFunction = Callable[[Any, Any], Any]
@@ -27,13 +28,15 @@ class WeightedLoss(msgspec.Struct, frozen=True):
 
     ``weight`` is what that sum is to be divided by, before those of the other replicas are added.
     It is a number where batch sizes tell it, else a 0-d tensor on the device, which nobody waits
-    for. ``doubt`` says why the losses of several replicas make no exact mean, where they do not.
+    for. ``doubt`` says why the losses of several replicas make no exact mean, where they do not,
+    or (``is_guess``) where nobody knows yet.
     """
 
     value: Tensor
     scale: float
     weight: float | Tensor
     doubt: str = ""
+    is_guess: bool = False
 
     @property
     def counts(self) -> bool:
@@ -163,11 +166,26 @@ def mapped(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return rows(data, function)
 
 
-def look_at_own(model: nn.Module, batch: Batch) -> tuple[Any, WeightedLoss]:
-    """The output of a model that computes its loss, and that; no gradient of it is wanted."""
-    with BeginAtLosses(batch.size):
+def look_at_own(
+    model: nn.Module, batch: Batch, from_first: bool = False
+) -> tuple[Any, WeightedLoss]:
+    """The output of a model that computes its loss, and that; no gradient of it is wanted.
+
+    Args:
+        model: Any.
+        batch: What it gets.
+        from_first: Whether to keep the graph of all layers; else it begins at the loss.
+    """
+    with torch.enable_grad() if from_first else BeginAtLosses(batch.size):
         output = forward(model, batch.data, has_loss=False)
-        return output, weigh(own_loss(output), batch)
+        found = weigh(own_loss(output), batch)
+    return (mapped(output, Tensor.detach) if from_first else output), found
+
+
+def tells_nothing(output: Any) -> bool:
+    """Whether the loss that a model computed is a scalar without any graph."""
+    loss = own_loss(output)
+    return isinstance(loss, Tensor) and not loss.dim() and loss.grad_fn is None
 
 
 def of_torch(loss: LossFunction) -> bool:
@@ -378,10 +396,13 @@ def _weigh_scalar(given: Tensor, batch: Batch) -> WeightedLoss:
     if found.is_sum:  # the parts of a global batch weigh 1 together
         return WeightedLoss(given, 1.0, size / (batch.global_size or size or 1.0))
     weight = found.weight
-    if not isinstance(weight, Tensor):
-        return WeightedLoss(given, weight, weight, found.doubt)
-    total = torch.where(weight > 0, given * weight, 0.0)  # a mean over nothing is NaN
-    return WeightedLoss(total, 1.0, weight, found.doubt)
+    if isinstance(weight, Tensor):
+        total = torch.where(weight > 0, given * weight, 0.0)  # a mean over nothing is NaN
+        return WeightedLoss(total, 1.0, weight, found.doubt, found.is_guess)
+    scale = weight + found.added
+    if found.added:  # once in all parts of a global batch
+        weight += found.added * size / (batch.global_size or size)
+    return WeightedLoss(given, scale, weight, found.doubt, found.is_guess)
 
 
 def describe(value: Any) -> str:

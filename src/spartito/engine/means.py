@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import isclose, prod
 
-import torch
 from torch import Tensor
 
 from spartito.engine.graph import (
@@ -107,13 +106,17 @@ _SMALL = 1e-3
 _FEW = 2
 """0.5 is rather a factor than 1 over the number of examples."""
 
-_Divisors = tuple[Tensor, ...]
+
+@dataclass(frozen=True, slots=True)
+class _Reciprocal:
+    """1 over a factor: ``sum * (1 / n)``, where that is what was counted."""
+
+    number: float
+
+
+_Divisors = tuple[float | Tensor | _Reciprocal, ...]
 """What a result is divided by afterwards: factors first, the nearest last."""
 _Path = tuple[Node, _Divisors]
-
-
-class _Reciprocal(Tensor):
-    """1 over a factor: ``sum * (1 / n)``, where that is what was counted."""
 
 
 def divisor(loss: Tensor, size: int) -> Divisor | None:
@@ -201,7 +204,7 @@ def _visit(node: Node, divisors: _Divisors, size: int, terms: list[_Term]) -> li
     if kind == "MulBackward1":
         return [(parents(node)[0], divisors)]
     if kind == "DivBackward1":
-        return [(parents(node)[0], (*divisors, torch.tensor(float(node._saved_other))))]
+        return [(parents(node)[0], (*divisors, float(node._saved_other)))]
     if kind == "MulBackward0" or kind == "DivBackward0":
         return _scaled(node, kind == "DivBackward0", divisors, size, terms)
     return _unknown(node, size, terms)
@@ -227,11 +230,11 @@ def _scaled(
             return [(right, divisors)]
     elif divides and left is not None:
         other = node._saved_other
-        return [(left, divisors if other.dim() else (*divisors, other))]
+        return [(left, divisors if other.dim() else (*divisors, _read(other)))]
     elif not divides:
         other = factor(node)
         if other is not None and other.is_cpu and not other.dim() and 0 < float(other) < 1:
-            divisors = ((1 / other).as_subclass(_Reciprocal), *divisors)
+            divisors = (_Reciprocal(1 / float(other)), *divisors)
         return [(right if left is None else left, divisors)]
     return _unknown(node, size, terms)
 
@@ -359,7 +362,7 @@ def _of_mean(
     number = prod(shape)
     for mask, total in masks(below):
         for found in divisors:  # (losses * mask).mean() / mask.mean()
-            if found.is_cpu and isclose(float(found) * number, float(total), rel_tol=1e-6):
+            if isinstance(found, float) and isclose(found * number, float(total), rel_tol=1e-6):
                 return _Term(node, float(total))
         if _is_share(mask, total, shape, number) and bool((mask != 1).any()):
             return _Term(node, float(size), doubt=NORMALIZED)
@@ -390,9 +393,10 @@ def _sum(node: Node, fixed: list[int], counts: list[Tensor], divisors: _Divisors
     """
     totals: list[float] = []
     for found in reversed(divisors):
-        if not found.is_cpu:  # made of the data: nobody puts a constant there
-            return _Term(node, found.detach().view(()))
-        number, totals = float(found), totals or [float(count) for count in counts]
+        if isinstance(found, Tensor):  # made of the data: nobody puts a constant on a device
+            return _Term(node, found)
+        totals = totals or [float(count) for count in counts]
+        number = found.number if isinstance(found, _Reciprocal) else found
         if isinstance(found, _Reciprocal):
             if number > _FEW and any(isclose(number, n, rel_tol=1e-6) for n in (*fixed, *totals)):
                 return _Term(node, number, is_full=not counts)
@@ -409,7 +413,7 @@ def _sum(node: Node, fixed: list[int], counts: list[Tensor], divisors: _Divisors
             return _Term(
                 node, float(round(number)), is_full=not counts, is_rows=number == fixed[-1]
             )
-    quotients = [float(found) for found in divisors if not isinstance(found, _Reciprocal)]
+    quotients = [found for found in divisors if isinstance(found, float)]
     if not quotients:
         return _Term(node)
     number = abs(quotients[-1])

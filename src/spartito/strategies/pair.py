@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito.engine.gradients import Accumulated, Gradients, same
+from spartito.engine.halves import Comparisons
 from spartito.engine.optimizers import optimizer_parameters, unwrap
 from spartito.engine.precision import LossScale
 from spartito.engine.randomness import GlobalRandomness
@@ -36,7 +37,8 @@ class Pair:
     loss_scale: LossScale
     passes: int = 0
     is_compared: bool = False  # its buffers, after the first update
-    checks_left: int = 3  # batches of which the loss of halves is compared with that of the whole
+    comparisons: Comparisons = field(default_factory=Comparisons)
+    looks_from_first: bool | None = None  # at a loss of the model's own: what all its layers tell
     kept: Undo | None = None  # what was in the buffers
     saved: dict[str, Any] | None = None  # what `accumulated` returned for a checkpoint
     taken: int = 0  # how many of its gradients another optimizer's update has cleared

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from msgspec import structs
 from torch import Tensor, nn
 
 from spartito.checkpoint.saved import Saved
@@ -19,9 +18,12 @@ from spartito.data.batch import Batch
 from spartito.data.collate import rows
 from spartito.engine.backward import first_gradient
 from spartito.engine.batchnorm import local_batchnorms
+from spartito.engine.batchnorm import takes_statistics as takes
+from spartito.engine.beginning import BeginAtLosses
+from spartito.engine.buffers import kept_buffers, listed
 from spartito.engine.context import StepContext, current, enter, within
 from spartito.engine.drawing import Draws
-from spartito.engine.halves import compare_halves, doubt
+from spartito.engine.halves import doubt
 from spartito.engine.loss import (
     LossFunction,
     WeightedLoss,
@@ -29,7 +31,6 @@ from spartito.engine.loss import (
     forward,
     in_dtype,
     look,
-    of_torch,
     weigh,
 )
 from spartito.engine.precision import autocast
@@ -39,7 +40,7 @@ from spartito.pipeline import schedules
 from spartito.pipeline.messages import Messages
 from spartito.pipeline.microbatches import divided, each_tensor, joined
 from spartito.pipeline.model import PipedModel
-from spartito.pipeline.program import record
+from spartito.pipeline.program import Program, record
 from spartito.pipeline.runtime import Microbatch, Root, pass_through
 from spartito.pipeline.schedules import Order, Shape, Span
 from spartito.strategies.ending import told as cause
@@ -82,7 +83,9 @@ class Pipe:
         pair = self.pair
 
         def call() -> Any:
-            with _uncompiled(), autocast(pair.precision, CPU):
+            looks = not has_loss and not torch.is_grad_enabled()
+            begins = BeginAtLosses(part.size) if looks else nullcontext()
+            with _uncompiled(), autocast(pair.precision, CPU), begins:
                 return forward(pair.model, part.data, has_loss)
 
         return call
@@ -127,6 +130,8 @@ class Pipe:
             return Root(found.value, first_gradient(found.value, found.scale / divisor))
 
         microbatches = self._microbatches(parts, loss is not None)
+        if randomness is not None and self.shape.microbatches > 1:
+            self._refuse_parts(microbatches[0].cut.program)
         order = self._order(len(parts))
         self.spans = pass_through(order, microbatches, messages, finish)
         if randomness is not None:  # as of one forward pass
@@ -188,6 +193,21 @@ class Pipe:
         found = [(span.action, span.start, span.end) for span in self.spans]
         return [[a.kind, a.stage, a.microbatch, start, end] for a, start, end in found]
 
+    def _refuse_parts(self, program: Program) -> None:
+        """Refuse what looks at a whole batch, or follows it: parts make other numbers."""
+        model = self.piped.model
+        norms = (name for name, each in model.named_modules() if each.training and takes(each))
+        name = next(norms, None)
+        what = "" if name is None else f"the norm {name!r}"
+        if not what and (changed := program.changed | kept_buffers(model).intersection(program.set)):
+            what = f"{listed(changed)} that the forward pass changes"
+        if what:
+            raise UserError(
+                f"deterministic training under pipeline with {what}: it sees one of "
+                f"{self.shape.microbatches} microbatches at a time",
+                "Set microbatches=1, leave deterministic out, or choose mirrored or mesh.",
+            )
+
     def _order(self, count: int) -> Order:
         shape = replace(self.shape, microbatches=count)
         return schedules.orders(self.schedule, shape)[self.position]
@@ -202,10 +222,7 @@ class Pipe:
                 with RandomnessForbidden() if is_exact and trains else nullcontext():
                     given = evaluate_loss(loss, output, part)
                 found = weigh(given, part)
-            if trains and loss is not None and self.pair.checks_left and not of_torch(loss):
-                self.pair.checks_left -= 1
-                if not found.doubt:
-                    found = structs.replace(found, doubt=compare_halves(loss, output, part, found))
+            found = self.pair.comparisons.look(loss, output, part, found)
         if found.doubt:
             doubt(found.doubt, is_exact)
         return found

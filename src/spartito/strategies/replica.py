@@ -26,7 +26,7 @@ from spartito.engine.context import StepContext, enter
 from spartito.engine.denormals import flushed
 from spartito.engine.devices import choose_device, divide_cores
 from spartito.engine.gradients import Gradients
-from spartito.engine.halves import compare_halves, doubt
+from spartito.engine.halves import doubt
 from spartito.engine.loss import (
     LossFunction,
     WeightedLoss,
@@ -35,7 +35,7 @@ from spartito.engine.loss import (
     in_dtype,
     look,
     look_at_own,
-    of_torch,
+    tells_nothing,
     weigh,
 )
 from spartito.engine.memory import check_memory
@@ -166,10 +166,12 @@ class ReplicaStrategy(SavingStrategy):
         batch = in_dtype(batch if has_rows else _of_spare_rows(batch), pair.dtype)
         with torch.no_grad(), autocast(pair.precision, self.device):
             if loss is None:
-                output, found = look_at_own(pair.model, batch)
+                output, found = self._look_at_own(pair, batch)
             else:
                 output = forward(pair.model, batch.data)
                 found = look(loss, output, batch)
+                if self._divides:
+                    found = pair.comparisons.look(loss, output, batch, found)
         self._look_at(found, pair.randomness is not None)
         if not has_rows:  # others may have waited for this pass; it counts for nothing
             return 0.0, 0.0, None
@@ -378,12 +380,25 @@ class ReplicaStrategy(SavingStrategy):
     ) -> WeightedLoss:
         """The sum and weight of what ``loss`` said of ``output``."""
         found = weigh(given, batch)
-        if self._divides and loss is not None and pair.checks_left and not of_torch(loss):
-            pair.checks_left -= 1
-            if not found.doubt:
-                found = structs.replace(found, doubt=compare_halves(loss, output, batch, found))
+        if self._divides:
+            found = pair.comparisons.look(loss, output, batch, found)
         self._look_at(found, pair.randomness is not None)
         return found
+
+    def _look_at_own(self, pair: Pair, batch: Batch) -> tuple[Any, WeightedLoss]:
+        """The output and the loss of a model that computes it, which may tell no divisor.
+
+        So it is asked once with the graph of all layers, which costs memory, and then only where
+        that told something.
+        """
+        output, found = look_at_own(pair.model, batch, pair.looks_from_first or False)
+        if pair.looks_from_first is None:
+            pair.looks_from_first = False
+            if tells_nothing(output):
+                whole = look_at_own(pair.model, batch, from_first=True)[1]
+                pair.looks_from_first = bool(whole.doubt or whole.weight != batch.size)
+                found = whole
+        return output, found
 
     @property
     def _divides(self) -> bool:
