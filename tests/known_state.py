@@ -16,7 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 UMASK = 0o022
-FIXED = {"LC_ALL": "C.UTF-8", "TZ": "UTC"}
+FIXED = {"LC_ALL": "C.UTF-8", "TZ": "UTC", "PYTHONWARNINGS": "error"}
+"""``PYTHONWARNINGS``: as ``filterwarnings`` of pytest, in all that tests start."""
+
 KEPT = (
     *("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "USER", "LOGNAME"),
     *("CUDA_", "NVIDIA_", "PIP_", "SSL_", "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "DOCKER_"),

@@ -1,23 +1,46 @@
-"""Real replica processes for tests: started once, given one job after the other."""
+"""Real replica processes for tests: started once, given one job after the other.
+
+What strategies warn of there, by Python's warnings or in our log, fails the test, unless the job
+expects it (`warns`); so does an exception that Python only prints, as of a socket left open.
+"""
 
 from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import pickle
+import re
+import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
 from spartito.cluster.ports import free_ports
+from spartito.log import logger
 from tests import stacks
 from tests.processes import context
 
 Job = Callable[..., Any]
+
+
+def warns(*patterns: str) -> Callable[[Job], Job]:
+    """Marks a job that may be warned of what begins with one of ``patterns``, in any process."""
+
+    def marked(job: Job) -> Job:
+        _EXPECTED[job] = patterns
+        return job
+
+    return marked
+
+
+_EXPECTED: dict[Job, tuple[str, ...]] = {}
 
 
 class ReplicaError(AssertionError):
@@ -162,21 +185,56 @@ def _serve(pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     os.environ["SPARTITO_TIMEOUT"] = "20"
+    remarks = Remarks()
     while True:
         try:
             job, args, options, environment = pipe.recv()
         except EOFError:
             return
         os.environ.update(environment)
-        try:
-            outcome = (True, job(*args, **options))
-        except SystemExit as end:  # a server has served
-            outcome = (True, None) if not end.code else (False, _failure(end))
-        except BaseException as error:
-            outcome = (False, _failure(error))
-        strategies._of_the_job.clear()  # as other strategies end with the job's objects
+        with remarks.only(_EXPECTED.get(job, ())):
+            try:
+                outcome = (True, job(*args, **options))
+            except SystemExit as end:  # a server has served
+                outcome = (True, None) if not end.code else (False, _failure(end))
+            except BaseException as error:
+                outcome = (False, _failure(error))
+            strategies._of_the_job.clear()  # as other strategies end with the job's objects
+            gc.collect()
+        if outcome[0] and remarks.unexpected:
+            outcome = (False, ("unexpected", "\n".join(remarks.unexpected), ""))
         pipe.send_bytes(pickle.dumps(outcome))  # torch's own pickler would share the tensors
-        gc.collect()
+
+
+class Remarks(logging.Handler):
+    """What a process is warned of, and exceptions that would only be printed."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.unexpected: list[str] = []
+        self._expected: tuple[str, ...] = ()
+        logger.addHandler(self)
+        sys.unraisablehook = lambda found: self._unseen(found.exc_value)
+        threading.excepthook = lambda found: self._unseen(found.exc_value)
+
+    @contextmanager
+    def only(self, expected: tuple[str, ...]) -> Iterator[None]:
+        """Nothing but what is ``expected`` is to be said during the block."""
+        self._expected, self.unexpected = expected, []
+        with warnings.catch_warnings():
+            for pattern in expected:
+                warnings.filterwarnings("ignore", pattern)
+            yield
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """A line of our log."""
+        said = record.getMessage()
+        if not any(re.match(pattern, said) for pattern in self._expected):
+            self.unexpected.append(f"a warning that the job does not expect: {said}")
+
+    def _unseen(self, error: BaseException | None) -> None:
+        if error is not None:
+            self.unexpected.append("".join(traceback.format_exception(error)))
 
 
 def _failure(error: BaseException) -> tuple[str, str, str]:

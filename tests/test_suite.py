@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from spartito.log import warn
 from tests import commands, skips
-from tests.replicas import ReplicaError, Replicas
+from tests.replicas import Job, ReplicaError, Replicas, warns
 
 STRANGE = {
     "HOME": "/nonexistent/home",
@@ -111,6 +115,54 @@ def test_a_job_that_does_not_end_shows_where_each_replica_stands(replicas: Repli
 def test_a_replica_that_ends_is_named(replicas: Replicas) -> None:
     with pytest.raises(ReplicaError, match="replica 0: ended: exit code 3"):
         replicas(os._exit, 1, 3)
+
+
+def python_warns() -> None:
+    warnings.warn("of python", stacklevel=1)
+
+
+def our_log_warns() -> None:
+    warn("of %s", "ours")
+
+
+@warns("of ")
+def is_known_to_warn() -> None:
+    python_warns()
+    our_log_warns()
+
+
+def forgets_a_file() -> None:
+    open(os.devnull)  # noqa: SIM115
+
+
+def leaves_a_thread_to_fail() -> None:
+    thread = threading.Thread(target=json.loads, args=["{"])
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("job", "told"),
+    [
+        (python_warns, "UserWarning: of python"),
+        (our_log_warns, "a warning that the job does not expect: of ours"),
+        (forgets_a_file, "ResourceWarning: unclosed file"),
+        (leaves_a_thread_to_fail, "JSONDecodeError"),
+    ],
+)
+def test_what_a_replica_is_warned_of_fails_the_test_unless_expected(
+    replicas: Replicas, job: Job, told: str
+) -> None:
+    with pytest.raises(ReplicaError, match=told):
+        replicas(job, 1)
+    assert replicas(is_known_to_warn, 1) == [None]
+
+
+def test_programs_fail_where_python_warns(tmp_path: Path) -> None:
+    with commands.commands_in(tmp_path) as inside:
+        ended = inside.python("-c", "import warnings; warnings.warn('of python')")
+    assert ended.code == 1
+    assert "UserWarning: of python" in ended.err
 
 
 LEAVES = """

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import spartito as sp
+from tests.replicas import warns
 from tests.strategies.decoupled_jobs import normalized
 from tests.strategies.jobs import blobs, make_strategy, weights
 from tests.strategies.local_jobs import INNER, OUTER
@@ -24,6 +25,7 @@ def network(inner: str) -> nn.Module:
     return normalized(norm=inner == "sgd")
 
 
+@warns("BatchNorm in groups that are merged")
 def recorded(
     name: str, options: dict[str, Any], batch: int, inner: str, pipe: str
 ) -> tuple[int, list[Stretch], dict[str, Tensor]]:

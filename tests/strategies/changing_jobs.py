@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 import spartito as sp
 from spartito.errors import SpartitoError
 from spartito.strategies.base import Strategy
+from tests.replicas import warns
 from tests.strategies.jobs import CLASSES, FEATURES, blobs, make_strategy
 
 BATCH, EXAMPLES = 8, 22
+SAID = ("no tensor of the model is cut", r"\d+ tensors stay whole", "every=")
 
 
 class Network(nn.Module):
@@ -110,6 +112,7 @@ def by_torch(change: str) -> dict[str, Any]:
     return weights(net)
 
 
+@warns(*SAID)
 def by_trainer(name: str, options: dict[str, Any], change: str) -> dict[str, Any]:
     """The same by two calls of `fit`."""
     strategy = make_strategy(name, **options)
@@ -125,6 +128,7 @@ def by_trainer(name: str, options: dict[str, Any], change: str) -> dict[str, Any
         strategy.close()
 
 
+@warns(*SAID)
 def refusal(name: str, options: dict[str, Any], change: str) -> SpartitoError | None:
     """How `by_trainer` ends on this task."""
     try:
@@ -134,6 +138,7 @@ def refusal(name: str, options: dict[str, Any], change: str) -> SpartitoError | 
     return None
 
 
+@warns(*SAID)
 def by_hand(name: str, options: dict[str, Any], change: str) -> dict[str, Any]:
     """The same by a loop, which changes the model while a batch is at hand."""
     strategy = make_strategy(name, **options)
@@ -182,6 +187,7 @@ def accumulated_by_torch(
     return {"loss": losses, "weights": weights(net)}
 
 
+@warns(*SAID)
 def accumulated(
     name: str,
     options: dict[str, Any],
@@ -223,6 +229,7 @@ def twice_by_torch() -> dict[str, Any]:
     return weights(net)
 
 
+@warns(*SAID)
 def twice(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """The same by a strategy."""
     strategy = make_strategy(name, **options)

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 import spartito as sp
+from tests.replicas import warns
 from tests.strategies.jobs import CLASSES, FEATURES, blobs, make_strategy, mlp, weights
 from tests.strategies.local_jobs import BATCH, EPOCHS, EXAMPLES, INNER
 
 
+@warns("")  # the test reads it
 def heard(
     name: str, options: dict[str, Any], what: Callable[..., Any], log: str, **more: Any
 ) -> Any:

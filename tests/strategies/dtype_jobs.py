@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
+from tests.replicas import warns
 from tests.strategies import jobs
 
 EXAMPLES, BATCH, EPOCHS = 22, 8, 2
@@ -67,6 +68,7 @@ def trainer(strategy: Any, net: nn.Module) -> sp.Trainer:
     return sp.Trainer(net, optimizer=made, loss=nn.CrossEntropyLoss(), strategy=strategy)
 
 
+@warns("fft_rfft has no rule for")
 def by_strategy(name: str, options: dict[str, Any], folder: str) -> dict[str, Tensor]:
     """Train one epoch, save, load into another model, and train the other one."""
     strategy = jobs.make_strategy(name, **options)

@@ -14,6 +14,7 @@ import spartito as sp
 from spartito.registry import StrategyInfo
 from spartito.strategies import Strategy
 from spartito.strategies import strategy as named_strategy
+from tests.replicas import warns
 
 DEVICE = os.environ.get("SPARTITO_TEST_DEVICE", "cpu")
 """Where the contracts of the strategies are tested: "cpu", or "cuda" for each replica's own GPU."""
@@ -204,6 +205,7 @@ def fit_convolutions(name: str, options: dict[str, Any]) -> dict[str, Any]:
     return {"history": history.history, "weights": state}
 
 
+@warns("every=")
 def checkpoint_and_resume(
     name: str,
     options: dict[str, Any],

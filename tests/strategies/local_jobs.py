@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import spartito as sp
+from tests.replicas import warns
 from tests.strategies.jobs import blobs, make_strategy, mlp, weights
 
 EXAMPLES, BATCH, EPOCHS = 46, 8, 3  # the last batch of an epoch has six examples
@@ -25,6 +26,7 @@ INNER: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
 }
 
 
+@warns("every=")
 def trained(
     name: str,
     options: dict[str, Any],
@@ -171,6 +173,7 @@ def halved(name: str, options: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
+@warns("the checkpoint is of ")
 def loaded(name: str, options: dict[str, Any], path: str) -> dict[str, Any]:
     """The model of a checkpoint, and whether training goes on from it."""
     strategy = make_strategy(name, **options)

@@ -23,6 +23,7 @@ from spartito.engine.overlap import StreamedGradients
 from spartito.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from spartito.strategies.synchronous import SynchronousStrategy
 from tests.collectives.group import spec
+from tests.replicas import warns
 
 SMALL, LARGE = 64, 1 << 30
 """Bytes of a bucket: each parameter in one of its own; all gradients at the end, in one sum."""
@@ -87,6 +88,7 @@ def streamed(strategy: MultiWorkerMirroredStrategy) -> int:
     return found.overlapped if isinstance(found, StreamedGradients) else 0
 
 
+@warns("None of the inputs have requires_grad")
 def fit(way: str, options: dict[str, Any], **given: Any) -> tuple[dict[str, Tensor], int]:
     """The weights after an uneven training with validation, and the buckets that left early."""
     strategy = make(way, **options)
@@ -312,6 +314,7 @@ def products(way: str) -> tuple[Tensor, Tensor, Tensor]:
     return everyone / size, applied, kept
 
 
+@warns("compress=")
 def refused(compress: Any, way: str = "sockets", **given: Any) -> str:
     """What is said against a compression."""
     try:

@@ -21,6 +21,7 @@ from spartito.ps.server.shard import Shard
 from spartito.ps.server.update_log import replay
 from spartito.recipes.options import CHECKPOINTS, Options, go_on
 from spartito.strategies import strategy as make_strategy
+from tests.replicas import warns
 from tests.strategies.jobs import CLASSES, FEATURES, blobs
 
 LIMIT = 120.0  # seconds that no passing test comes near
@@ -187,6 +188,7 @@ class Seen(sp.Callback):
         self.nans += "loss" in list(logs) and isnan(logs["loss"])
 
 
+@warns("unclosed file", "the learning rate fell")  # pushes are recorded until the process ends
 def train(asked: Asked, wait: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Train as asked on blobs; what each task has in the end."""
     strategy = make_strategy(asked.strategy, **asked.options)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import spartito as sp
 from tests.engine import norms
+from tests.replicas import warns
 from tests.strategies.changing_jobs import weights
 from tests.strategies.jobs import make_strategy
 
@@ -90,6 +91,7 @@ def by_torch(
     return weights(net)
 
 
+@warns("a batch of .* rows leaves", r"\d+ tensors stay whole", "the buffer")
 def by_trainer(
     name: str,
     options: dict[str, Any],

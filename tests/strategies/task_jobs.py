@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import spartito as sp
 from spartito.data.batch import Batch
 from spartito.strategies import Strategy
+from tests.replicas import warns
 from tests.strategies.jobs import blobs, make_strategy, mlp
 
 
@@ -55,6 +56,7 @@ def local_shares(batch: Batch) -> tuple[int, list[int]]:
     return batch.size, np.asarray(batch.offsets).tolist()
 
 
+@warns("every=")
 def write_model(name: str, options: dict[str, Any], folder: str) -> dict[str, Any]:
     """A checkpoint written by `ModelCheckpoint` during a fit."""
     strategy = make_strategy(name, **options)
@@ -71,6 +73,7 @@ def write_model(name: str, options: dict[str, Any], folder: str) -> dict[str, An
     return trainer.history.history
 
 
+@warns("a checkpoint without the groups' own states")
 def best_weights(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """A training that gets worse, with its rate halved by each epoch: what each task ends with."""
     strategy = make_strategy(name or None, **options)
@@ -199,6 +202,7 @@ def drift(name: str, options: dict[str, Any], what: str) -> tuple[int, str]:
         strategy.close()
 
 
+@warns("every=")
 def one_after_the_other(name: str, options: dict[str, Any]) -> list[int]:
     """Steps of three trainings, each with a strategy of its own; all are still referred to."""
     trainers = []
@@ -214,6 +218,7 @@ def one_after_the_other(name: str, options: dict[str, Any]) -> list[int]:
     return [trainer.step for trainer in trainers]
 
 
+@warns("every=")
 def folds(name: str, options: dict[str, Any], closes: bool) -> list[tuple[bool, bool, int]]:
     """After each of three trainings: whether strategy and model are gone, and what is mapped."""
     found = []

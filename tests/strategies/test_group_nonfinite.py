@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import spartito as sp
 from spartito.training.nonfinite import IN_A_ROW
-from tests.replicas import Replicas
+from tests.replicas import Replicas, warns
 from tests.strategies.jobs import blobs, make_strategy, mlp, weights
 from tests.strategies.test_contracts import close
 
@@ -38,6 +38,7 @@ def spoil(net: nn.Module) -> None:
         next(net.parameters()).view(-1)[0] = math.inf
 
 
+@warns("loss or gradients")
 def trained(
     options: dict[str, Any],
     members: list[int],
@@ -194,6 +195,7 @@ def test_an_end_is_asked_for_at_the_next_meeting(replicas: Replicas) -> None:
         assert all(value.isfinite().all() for value in each["weights"].values())
 
 
+@warns("loss or gradients", "every=")
 def hopeless() -> str:
     x, y = blobs(ROWS)
     x[ROWS // 2 :] = math.nan  # all that the second group has

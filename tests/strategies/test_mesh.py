@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import spartito as sp
 from spartito.mesh.collectives import Axis
 from spartito.models import GPT
-from tests.replicas import ReplicaError, Replicas
+from tests.replicas import ReplicaError, Replicas, warns
 from tests.strategies.jobs import blobs, mlp
 from tests.strategies.test_contracts import EXACT, close
 
@@ -64,6 +64,7 @@ def by_torch(build: Net, optimizer: str, steps: int = 6) -> tuple[list[float], d
     return losses, {name: value.clone() for name, value in net.state_dict().items()}
 
 
+@warns(r"\d+ tensors stay whole")
 def on_mesh(
     build: Net, optimizer: str, options: dict[str, Any], steps: int = 6
 ) -> tuple[list[float], dict[str, Tensor]]:
@@ -133,6 +134,7 @@ class Odd(nn.Module):
         return nn.functional.linear(x, self.words.weight)
 
 
+@warns("prelu has no rule for")
 def odd(mesh: bool) -> tuple[list[float], Tensor]:
     """Losses and predictions of it, by plain torch or on a mesh."""
     tokens = (torch.arange(40).view(8, 5) * 7) % 12

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
-from tests.replicas import Replicas
+from tests.replicas import Replicas, warns
 from tests.strategies.test_contracts import close
 
 
@@ -69,6 +69,7 @@ class Around(nn.Module):
         return total
 
 
+@warns(".* has no rule for")
 def around(mesh: bool) -> tuple[list[float], list[Any]]:
     """Losses of some steps, and what methods return, by plain torch or on a mesh."""
     tokens = torch.arange(24) * 5 % 12
@@ -127,6 +128,7 @@ class Slips(nn.Module):
         return h * 2
 
 
+@warns(".* has no rule for", "To copy construct from a tensor")
 def slipping(what: str) -> str:
     """The error of a forward pass."""
     with sp.MeshStrategy() as strategy:

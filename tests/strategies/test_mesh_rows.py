@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import spartito as sp
 from spartito.mesh import layout
 from tests.mesh.tables import Squared
-from tests.replicas import Replicas
+from tests.replicas import Replicas, warns
 from tests.strategies.jobs import blobs
 from tests.strategies.test_contracts import close
 
@@ -91,6 +91,7 @@ def test_a_residual_stream_has_the_numbers_of_plain_torch(
         close([found, dict(parameters)], [losses, dict(values)])
 
 
+@warns("the buffer 'seen' differed")
 def clipped(strategy: str, in_a_hook: bool) -> str:
     """What clipping by hand ends with: in a hook of the optimizer, or in a loop of one's own."""
     net = Residual()

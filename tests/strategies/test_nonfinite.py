@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import spartito as sp
 from spartito.training.nonfinite import GOES_BACK, IN_A_ROW
-from tests.replicas import ReplicaError, Replicas
+from tests.replicas import ReplicaError, Replicas, warns
 from tests.strategies.jobs import make_strategy, weights
 
 BAD = {3: math.nan, 4: math.inf}
@@ -49,6 +49,7 @@ def by_torch() -> dict[str, Tensor]:
     return net.state_dict()
 
 
+@warns("loss or gradients", "the loss of this epoch is nan")
 def trained(
     strategy: str, choice: str, options: dict[str, Any], clip_norm: float | None = None
 ) -> tuple[dict[str, Tensor], dict[str, list[Any]], int, int]:
@@ -105,6 +106,7 @@ def test_training_stops_where_that_is_asked_for(replicas: Replicas) -> None:
         assert all(value.isfinite().all() for value in values.values())
 
 
+@warns("loss or gradients")
 def statistics() -> list[Tensor]:
     """The running statistics of BatchNorm after a batch that is not finite."""
     net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
@@ -124,6 +126,7 @@ def test_statistics_stay_finite_too(replicas: Replicas) -> None:
         assert buffers[-1] == STEPS - len(BAD)
 
 
+@warns("loss or gradients")
 def hopeless() -> None:
     net, optimizer = made()
     x = torch.full((ROWS, 4), math.nan, dtype=torch.float64)
@@ -142,6 +145,7 @@ def test_training_that_makes_no_progress_ends(replicas: Replicas) -> None:
         replicas(hopeless, 2)
 
 
+@warns("loss or gradients")
 def goes_on(folder: str) -> tuple[list[Any], list[Any], dict[str, int]]:
     """The updates left out, of a training and of one that goes on in the middle of its epochs."""
 
@@ -190,6 +194,7 @@ class Drive(sp.Callback):
                     value.fill_(1e308)
 
 
+@warns("loss or gradients", "no update of the last")
 def goes_back(strategy: str, folder: str) -> tuple[dict[str, Tensor], list[int], int]:
     """The weights of a training that goes back once, and the updates left out in each epoch."""
     with make_strategy(strategy) as chosen:
@@ -225,6 +230,7 @@ def test_a_model_that_is_lost_goes_back_to_its_backup(
             assert torch.allclose(values[name], value, rtol=0, atol=1e-12), name
 
 
+@warns("loss or gradients", "no update of the last")
 def in_vain(folder: str) -> tuple[int, int, str]:
     """How often a training goes back whose data are not finite, and where it ends."""
     x = torch.zeros((GOES_BACK + 2) * IN_A_ROW * ROWS, 4, dtype=torch.float64)

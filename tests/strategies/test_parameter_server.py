@@ -20,7 +20,7 @@ from spartito.ps.protocol.memory import allocate
 from spartito.ps.server.shard import Shard
 from spartito.ps.server.update_log import entries
 from spartito.strategies import strategy
-from tests.replicas import ReplicaError, Replicas
+from tests.replicas import ReplicaError, Replicas, warns
 from tests.strategies import ps_jobs
 from tests.strategies.jobs import blobs
 from tests.strategies.ps_jobs import FINE, Asked
@@ -342,6 +342,7 @@ def test_a_second_model_is_refused(replicas: Replicas, tmp_path: Path) -> None:
     assert caught.value.kind == "UserError"
 
 
+@warns("unclosed file")  # a server records pushes until its process ends
 def prepare_twice(options: dict[str, Any]) -> None:
     made = strategy("parameter_server", **options)
     try:

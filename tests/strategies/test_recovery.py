@@ -356,7 +356,7 @@ def own_loop(recovery: Recovery | None) -> tuple[float, float]:
                 )
                 strategy.backward(losses, batch)
                 strategy.update(optimizer)
-        return float(torch.rand(())), sum(float(p.sum()) for p in net.parameters())
+        return float(torch.rand(())), sum(float(p.detach().sum()) for p in net.parameters())
 
 
 def test_a_loop_of_ones_own_is_as_without_recovery(replicas: Replicas) -> None:

@@ -14,7 +14,7 @@ import spartito as sp
 from spartito.errors import UserError
 from spartito.registry import strategy_names
 from spartito.strategies import strategy as make_strategy
-from tests.replicas import ReplicaError, Replicas
+from tests.replicas import ReplicaError, Replicas, warns
 from tests.strategies.jobs import blobs, mlp
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts.md"
@@ -37,6 +37,7 @@ def cells() -> Iterator[Any]:
             yield pytest.param(name, column, cell, id=f"{name}-{column}")
 
 
+@warns("every=", "torch.compile is left out on a mesh")
 def use(name: str, options: dict[str, Any], column: str, batchnorm: bool = False) -> float:
     """Use a strategy so; returns a figure that says that something was learned or found."""
     strategy = make_strategy(name, **options)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
-from tests.replicas import Replicas
+from tests.replicas import Replicas, warns
 from tests.strategies.jobs import CLASSES, FEATURES, blobs, make_strategy, weights
 from tests.strategies.local_by_torch import rows_of
 from tests.strategies.test_contracts import close
@@ -63,6 +63,7 @@ def made(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], RATE)
 
 
+@warns("every=")
 def trained(
     name: str, options: dict[str, Any], kind: str, batch: int, examples: int
 ) -> dict[str, Any]:

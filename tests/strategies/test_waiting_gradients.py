@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
-from tests.replicas import Replicas
+from tests.replicas import Replicas, warns
 
 X = torch.arange(12.0).double().reshape(6, 2) / 7
 Y = torch.tensor([1.0, 0.0, 2.0, 1.0, 5.0, 3.0]).double()[:, None]
@@ -50,6 +50,7 @@ def test_what_waits_is_the_sum_of_the_means_of_its_batches() -> None:
                 assert (one - other).abs().max() < 1e-12
 
 
+@warns("every=")
 def two_passes(groups: int) -> list[Tensor]:
     """This replica's values after updates of two backward passes each, before groups meet."""
     strategy = sp.LocalSGDStrategy(groups=groups, every=100)

@@ -182,6 +182,8 @@ class Rendezvous:
         meeting: Meeting | None = self.__dict__.pop("_meeting", None)
         if meeting is not None and meeting.assembly is not None:
             meeting.assembly.close()
+        if meeting is not None:
+            meeting.store.close()
 
     def __enter__(self) -> Self:
         return self

@@ -49,6 +49,9 @@ class KeyValues(Protocol):
     def under(self, prefix: str) -> KeyValues:
         """The keys below ``prefix`` of these."""
 
+    def close(self) -> None:
+        """Close the connections; a later call makes new ones."""
+
 
 def nobody(names: Collection[str]) -> Sequence[str]:
     """As `Membership.lost`, where it cannot be told."""

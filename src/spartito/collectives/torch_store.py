@@ -48,6 +48,9 @@ class OfTorch:
         """The keys below ``prefix`` of these."""
         return OfTorch(dist.PrefixStore(prefix, self.torch))
 
+    def close(self) -> None:
+        """It is closed with the process, or by who made it."""
+
 
 class ForTorch(dist.Store):
     """Our store, as torch's process groups take one.
