@@ -19,11 +19,7 @@ from contextlib import ExitStack
 from tests.mutation.mutants import Mutant, mutants, sample
 from tests.mutation.trees import ROOT, Map, Tree, tree
 
-PACKAGES = ("checkpoint", "collectives", "engine", "ps", "strategies")
-TESTS = (
-    *(f"tests/{name}" for name in (*PACKAGES, "training")),
-    *(f"tests/test_{name}.py" for name in ("public", "jobs_integration", "bad_input_integration")),
-)
+SOURCES = ROOT / "src" / "spartito"
 EXPLAINED = ROOT / "tests" / "mutants.md"
 MAP = ROOT / "build" / "mutation" / "map.json"
 
@@ -78,7 +74,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100, help="how many mutants (default: 100)")
     parser.add_argument("--seed", type=int, default=1, help="which ones (default: 1)")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time (default: 1)")
-    parser.add_argument("--packages", nargs="+", default=PACKAGES, help="of which packages")
+    parser.add_argument("--packages", nargs="+", help="of which packages (default: of all)")
     parser.add_argument("--only", metavar="TEXT", help="only those whose name has this text")
     parser.add_argument(
         "--budget", type=float, default=300, help="seconds of tests per mutant (default: 300)"
@@ -88,13 +84,19 @@ def main() -> int:
         action="store_true",
         help="take the last run's list of which test enters what, if there is one",
     )
-    parser.add_argument("--tests", nargs="+", default=TESTS, help="the tests that may notice")
+    parser.add_argument(
+        "--tests", nargs="+", default=["tests"], help="the tests that may notice (default: all)"
+    )
     parser.add_argument("--list", action="store_true", help="name the mutants, and run nothing")
     chosen = parser.parse_args()
-    every = mutants(ROOT / "src" / "spartito", chosen.packages)
-    drawn = sample(
-        [one for one in every if (chosen.only or "") in one.key], chosen.count, chosen.seed
-    )
+    every = mutants(SOURCES, ["."])
+    wanted = [
+        one
+        for one in every
+        if (chosen.only or "") in one.key
+        and (chosen.packages is None or one.path.split("/")[0] in chosen.packages)
+    ]
+    drawn = sample(wanted, chosen.count, chosen.seed)
     if chosen.list:
         print(*(one.key for one in drawn), sep="\n")
         return 0
@@ -114,8 +116,8 @@ def main() -> int:
         print(f"{name:14}", *(f"{packages[name, x]:8}" for x in OUTCOMES))
     print(f"{'all':14}", *(f"{counts[x]:8}" for x in OUTCOMES))
     full = [(mutant.key, outcome) for mutant, outcome in results]
-    known = [one.key for one in mutants(ROOT / "src" / "spartito", PACKAGES)]
-    wrong = verdict(full, explained(EXPLAINED.read_text()), known)
+    reasons = explained(EXPLAINED.read_text())
+    wrong = verdict(full, reasons, [one.key for one in every])
     print(*wrong, sep="\n")
     return bool(wrong)
 
