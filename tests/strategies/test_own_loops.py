@@ -15,6 +15,7 @@ import spartito as sp
 from spartito.engine.optimizers import check_optimizer
 from spartito.errors import UserError
 from spartito.strategies import Strategy
+from tests.commands import commands_in
 
 LEFT = """
 import sys, torch
@@ -27,6 +28,20 @@ batches = iter(strategy.distribute(sp.data.arrays(torch.zeros(8, 3)).batch(4)))
 for batch in batches:
     break
 torch.kept = [sys.modules["__main__"], denormals]  # as some libraries do
+"""
+
+LEFT_BY_ALL = """
+import sys, torch
+import spartito as sp
+strategy = sp.strategy()
+net = torch.nn.Linear(3, 2)
+net, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+batches = iter(strategy.distribute(sp.data.arrays(torch.zeros(64, 3)).batch(4)))
+for batch in batches:
+    strategy.backward(net(batch.data).sum(1), batch)
+    strategy.update(optimizer)
+    break
+torch.kept = sys.modules["__main__"]
 """
 
 
@@ -42,6 +57,25 @@ def prepared(strategy: Strategy) -> Any:
 def test_a_loop_that_is_left_early_ends_silently() -> None:
     done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("mirrored", "--workers", "2"),
+        ("parameter_server", "--workers", "1", "--ps", "1"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_loop_that_all_tasks_leave_early_ends_silently(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    with commands_in(tmp_path) as commands:
+        script = commands.write("left.py", LEFT_BY_ALL)
+        ended = commands.spartito("run", "--strategy", *words, script)
+    assert ended.code == 0, ended.text
+    assert "Exception ignored" not in ended.text
+    assert "Traceback" not in ended.text
 
 
 @pytest.mark.parametrize("call", ["state_dict", "load", "save", "keep"])

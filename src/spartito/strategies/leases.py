@@ -153,7 +153,7 @@ class Leased(Distributed):
                 if chief is not None:
                     chief.coordinator.close_epoch(stream, epoch)
         finally:
-            if chief is not None:
+            if chief is not None and not self._was_left:
                 self._start = chief.coordinator.frontier(stream)
                 chief.end_stream(stream)
             self._stream = None
@@ -252,6 +252,11 @@ class Leased(Distributed):
                 return
 
     @property
+    def _was_left(self) -> bool:
+        """Whether the strategy is closed, as at the end of a script: nobody is there to be told."""
+        return self._coordination.pusher is None
+
+    @property
     def _is_met(self) -> bool:
         """Whether a checkpoint is after the lease that we have, which we have not reported yet."""
         current = self._current
@@ -308,6 +313,8 @@ class Leased(Distributed):
                     ended = yield from self._work_items(current, figures)
                     pusher.settle()
                 except BaseException as why:  # left in the middle: others do the rest
+                    if self._was_left:
+                        raise
                     try:
                         if isinstance(why, GeneratorExit):
                             pusher.leave()
