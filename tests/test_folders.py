@@ -101,6 +101,22 @@ def test_one_process_holds_a_folder_for_several(tmp_path: Path) -> None:
     assert not (tmp_path / LOCK).exists()
 
 
+def test_one_file_of_a_folder_is_held(tmp_path: Path) -> None:
+    with another(tmp_path) as process, pytest.raises(UserError, match=f"process {process.pid}"):
+        hold(tmp_path, "rows", "me")
+    hold(tmp_path, "rows", "me", file="a.csv")
+    check_free(tmp_path)
+    with another(tmp_path) as process:  # the folder is no file of it
+        hold(tmp_path, "rows", "other", file="b.csv")
+        process.communicate("end\n")
+    with pytest.raises(UserError, match=r"two of this process write rows into \S+/a\.csv"):
+        hold(tmp_path, "rows", "other", file="a.csv")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{LOCK}-a.csv", f"{LOCK}-b.csv"]
+    release("other")
+    release("me")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_folder_that_was_cleared_is_taken_anew(tmp_path: Path) -> None:
     hold(tmp_path, "checkpoints", "me")
     (tmp_path / LOCK).unlink()

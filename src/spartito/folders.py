@@ -34,7 +34,10 @@ from spartito.log import note, shown
 from spartito.names import ENV_SECRET, ENV_SECRET_FILE, ENV_STORE
 
 LOCK = ".spartito.lock"
-"""The file, in the folder that it is about; it goes when the folder is let go."""
+"""The file, in the folder that it is about; it goes when the folder is let go.
+
+For one file of a folder its name follows: ``.spartito.lock-epochs.csv``.
+"""
 RENEW_SECONDS = 5.0
 LIMIT_SECONDS = 20.0
 """After which the record of another machine is of a process that is gone."""
@@ -136,13 +139,20 @@ class _Held:
         os.close(self.descriptor)
 
 
-_held: dict[tuple[int, int], _Held] = {}
+_held: dict[tuple[int, int, str], _Held] = {}
 _turn = threading.RLock()
 _renewing: threading.Thread | None = None
 _ends: list[Callable[[], None]] = []
 
 
-def hold(folder: str | os.PathLike[str], what: str, owner: object, inherits: bool = False) -> None:
+def hold(
+    folder: str | os.PathLike[str],
+    what: str,
+    owner: object,
+    inherits: bool = False,
+    *,
+    file: str = "",
+) -> None:
     """Be the only job that writes into ``folder``, until `release` or the end of this process.
 
     Where this process holds it already nothing happens, unless another owner writes the same.
@@ -153,6 +163,7 @@ def hold(folder: str | os.PathLike[str], what: str, owner: object, inherits: boo
         owner: Who writes it, in this process.
         inherits: Whether this process goes on in place of a lost one of its job, which may be
             frozen and hold the folder still.
+        file: The name of the one file that is written, where others may write others there.
 
     Raises:
         UserError: Another process holds it, which is named, or another owner in this one.
@@ -163,7 +174,7 @@ def hold(folder: str | os.PathLike[str], what: str, owner: object, inherits: boo
         with _writable(path):
             path.mkdir(parents=True, exist_ok=True)
             status = path.stat()
-        key = status.st_dev, status.st_ino
+        key = status.st_dev, status.st_ino, file
         held = _held.get(key)
         if held is not None and not held.is_there:
             held.let_go()
@@ -173,11 +184,13 @@ def hold(folder: str | os.PathLike[str], what: str, owner: object, inherits: boo
             users = {} if held is None else held.users
         if users.get(what, owner) is not owner:
             raise UserError(
-                f"two of this process write {what} into {path}", "Name a folder for each of them."
+                f"two of this process write {what} into {path / file}",
+                f"Name a {'file' if file else 'folder'} for each of them.",
             )
         if held is None:
+            lock = path / (f"{LOCK}-{file}" if file else LOCK)
             with _writable(path):
-                held = _Held(path / LOCK, _locked(path, inherits), users)
+                held = _Held(lock, _locked(lock, path / file, inherits), users)
             _held[key] = held
             _renew()
         held.users[what] = owner
@@ -205,7 +218,8 @@ def check_free(folder: str | os.PathLike[str]) -> None:
     """
     path = Path(folder)
     with _turn:
-        if any(one.file.parent.samefile(path) for one in _held.values() if path.exists()):
+        whole = [one.file.parent for one in _held.values() if one.file.name == LOCK]
+        if any(mine.samefile(path) for mine in whole if path.exists()):
             return
         try:
             descriptor = os.open(path / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -213,7 +227,7 @@ def check_free(folder: str | os.PathLike[str]) -> None:
             return
         try:
             # A shared lock is none that another could take for the holder's: he has an exclusive.
-            _wait_for(descriptor, path, fcntl.LOCK_SH, job_of(os.environ))
+            _wait_for(descriptor, path / LOCK, path, fcntl.LOCK_SH, job_of(os.environ))
         except OSError:  # locks nothing: the record is judged when the folder is taken
             pass
         finally:
@@ -226,16 +240,16 @@ def at_end(work: Callable[[], None]) -> None:
     _prepare_end()
 
 
-def _locked(path: Path, inherits: bool) -> int:
-    """The descriptor of the lock, which is ours."""
-    file, own = path / LOCK, Holder.own()
+def _locked(file: Path, path: Path, inherits: bool) -> int:
+    """The descriptor of the lock ``file``, which is ours, and so is ``path``."""
+    own = Holder.own()
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             before = _holder(descriptor)
             locks = True
             try:
-                _wait_for(descriptor, path, fcntl.LOCK_EX, own.job if inherits else "")
+                _wait_for(descriptor, file, path, fcntl.LOCK_EX, own.job if inherits else "")
             except OSError:  # of a file system that has no locks
                 locks = False
             if not _is_at(descriptor, file):  # who had it let it go, or was left behind
@@ -252,8 +266,8 @@ def _locked(path: Path, inherits: bool) -> int:
             raise
 
 
-def _wait_for(descriptor: int, path: Path, kind: int, job: str = "") -> None:
-    """Lock the file, or refuse, and name who has it.
+def _wait_for(descriptor: int, file: Path, path: Path, kind: int, job: str = "") -> None:
+    """Lock ``file``, or refuse, and name who has ``path``.
 
     Raises `OSError` where the file system has no locks.
     """
@@ -264,12 +278,12 @@ def _wait_for(descriptor: int, path: Path, kind: int, job: str = "") -> None:
         except BlockingIOError:
             holder = _holder(descriptor)
             if job and holder is not None and holder.job == job:
-                if kind == fcntl.LOCK_EX and _is_at(descriptor, path / LOCK):
-                    (path / LOCK).unlink()  # one of our own job that is frozen, and was left behind
+                if kind == fcntl.LOCK_EX and _is_at(descriptor, file):
+                    file.unlink()  # one of our own job that is frozen, and was left behind
                 return None
             if time.monotonic() > end:
                 raise refusal(str(path), holder) from None
-            if not _is_at(descriptor, path / LOCK):
+            if not _is_at(descriptor, file):
                 return None
             time.sleep(POLL_SECONDS)
 
@@ -279,7 +293,8 @@ def _outlast(before: Holder, descriptor: int, path: Path) -> None:
     if before.is_over:
         return
     mark, said = os.fstat(descriptor).st_mtime_ns, False
-    while _now(path) - mark / 1e9 < LIMIT_SECONDS:
+    folder = path if path.is_dir() else path.parent
+    while _now(folder) - mark / 1e9 < LIMIT_SECONDS:
         if not said:
             said = True
             note("%s was last written by %s; waiting up to %g s to see whether it lives", path,
@@ -294,7 +309,7 @@ def refusal(where: str, holder: Holder | None) -> UserError:
     who = "another process" if holder is None else str(holder)
     return UserError(
         f"{where} is in use by another job: {who}",
-        "Wait for its end, or end it, or name another folder: two jobs would mix their files.",
+        "Wait for its end, or end it, or name another place: two jobs would mix what they write.",
     )
 
 

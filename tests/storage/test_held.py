@@ -12,8 +12,14 @@ import pytest
 from spartito.errors import UserError
 from spartito.folders import Holder
 from spartito.storage import held
-from spartito.storage.held import RECORD, HeldStore
+from spartito.storage.held import HeldStore
 from spartito.storage.remote import FsspecStore
+
+OTHER = "holder-0000000000000007.json"
+
+
+def records(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "bucket" / held.FOLDER).iterdir())
 
 
 def store(tmp_path: Path) -> FsspecStore:
@@ -23,7 +29,7 @@ def store(tmp_path: Path) -> FsspecStore:
 def record(tmp_path: Path, text: str = "", **other: object) -> Path:
     """That of a process on another machine."""
     raw = json.loads(Holder.own().encode()) | {"host": "node7", "life": ["another/pid", 7, 7]}
-    file = tmp_path / "bucket" / held.FOLDER / RECORD
+    file = tmp_path / "bucket" / held.FOLDER / OTHER
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(raw | other) + f"\n{text}\n")
     return file
@@ -56,11 +62,13 @@ def test_who_is_gone_is_outlasted(
     with monkeypatch.context() as patch:
         clock(patch, lambda: file.unlink(missing_ok=True) if how == "removed" else None)
         mine = HeldStore(store(tmp_path))
-    found = Holder.of(file.read_bytes())
+    assert not file.exists()
+    (name,) = records(tmp_path)
+    found = Holder.of(file.with_name(name).read_bytes())
     assert found is not None
     assert found.life == Holder.own().life
     mine.let_go()
-    assert not file.exists()
+    assert records(tmp_path) == []
 
 
 def test_a_process_of_this_machine_that_has_ended_is_not_waited_for(
@@ -78,16 +86,76 @@ def test_one_that_was_frozen_sees_that_another_has_it(
     monkeypatch.setattr(held, "RENEW_SECONDS", 0.01)
     mine = HeldStore(store(tmp_path))
     mine.check()
-    file = tmp_path / "bucket" / held.FOLDER / RECORD
+    (name,) = records(tmp_path)
+    file = tmp_path / "bucket" / held.FOLDER / name
     first = file.read_bytes()
     while file.read_bytes() == first:  # it renews it
         pass
-    while mine._thread.is_alive():  # it may just have written over it
-        record(tmp_path)
+    theirs = record(tmp_path)
+    while mine._thread.is_alive():  # it may just have written it anew
+        file.unlink(missing_ok=True)
     with pytest.raises(UserError, match="on node7"):
         mine.check()
     mine.let_go()
-    assert file.exists()  # the other's
+    assert theirs.exists()
+
+
+def test_who_was_frozen_is_seen_at_the_next_save_at_the_latest(tmp_path: Path) -> None:
+    mine = HeldStore(store(tmp_path))
+    (name,) = records(tmp_path)
+    (tmp_path / "bucket" / held.FOLDER / name).unlink()
+    mine.check()  # nobody else has it
+    record(tmp_path)
+    with pytest.raises(UserError, match="on node7"):
+        mine.check()
+    mine.let_go()
+
+
+def test_a_record_that_is_just_being_written_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(tmp_path).write_bytes(b"")
+    clock(monkeypatch, lambda: record(tmp_path))
+    with pytest.raises(UserError, match="process 7 on node7"):
+        HeldStore(store(tmp_path))
+
+
+class Meets(FsspecStore):
+    """Another process writes its record when this one has found none, or after that."""
+
+    def __init__(self, folder: Path, then: Callable[[], object]) -> None:
+        super().__init__(f"file://{folder}/bucket/{held.FOLDER}")
+        self._then = [then]
+
+    def put(self, file: Path, name: str) -> None:
+        super().put(file, name)
+        while self._then:
+            self._then.pop()()
+
+
+@pytest.mark.parametrize("name", ["holder-0000000000000007.json", "holder-ffffffffffffffff.json"])
+def test_of_two_that_come_at_the_same_time_one_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The first by name, unless the other was complete before."""
+    monkeypatch.setattr(f"{__name__}.OTHER", name)
+    monkeypatch.setattr("secrets.token_hex", lambda _: "8" * 16)
+    comes = Meets(tmp_path, lambda: record(tmp_path))
+    with monkeypatch.context() as patch:
+        if name < "holder-8":
+            with pytest.raises(UserError, match="process 7 on node7"):
+                HeldStore(comes)
+            assert records(tmp_path) == [name]
+            return
+        file = tmp_path / "bucket" / held.FOLDER / name
+        clock(patch, lambda: file.unlink(missing_ok=True))  # the other sees ours, and leaves
+        HeldStore(comes).let_go()
+    assert records(tmp_path) == []
+    with monkeypatch.context() as patch:
+        clock(patch, lambda: record(tmp_path, "renewed"))
+        with pytest.raises(UserError, match="process 7 on node7"):
+            HeldStore(Meets(tmp_path, lambda: record(tmp_path)))
+    assert records(tmp_path) == [name]
 
 
 def test_a_store_that_refuses_is_said_and_hinders_nobody(

@@ -166,7 +166,8 @@ def test_a_resumed_training_is_seen_from_where_it_goes_on(tmp_path: Path) -> Non
     assert waiting.run().epoch == [3]
     assert [line["epoch"] for line in lines(tmp_path)] == [2, 4]
     train(tmp_path, epochs=1)  # anew: nothing of before counts
-    assert not (tmp_path / EVALUATIONS).read_text()
+    assert not (tmp_path / EVALUATIONS).exists()
+    assert (tmp_path / f"{EVALUATIONS}.1").exists()
 
 
 def test_a_training_that_failed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -35,8 +36,10 @@ class Wait(sp.Callback):
 
 saving = sp.callbacks.ModelCheckpoint("checkpoints")
 backup = sp.callbacks.BackupAndRestore("backups", every=1, share=None)
+rows, events = sp.callbacks.CSVLogger("epochs.csv"), sp.callbacks.TensorBoard("events")
 made = trainer(run_dir="run")
-made.fit(data(), epochs=2, batch_size=5, callbacks=[Wait(), saving, backup], verbose=0)
+given = [Wait(), saving, backup, rows, events]
+made.fit(data(), epochs=2, batch_size=5, callbacks=given, verbose=0)
 print("ended after", made.step)
 """
 
@@ -64,7 +67,7 @@ def leave() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def fit(folder: Path, *others: sp.Callback, of: Any = None, **options: Any) -> sp.Trainer:
+def fit(folder: Path | str, *others: sp.Callback, of: Any = None, **options: Any) -> sp.Trainer:
     """Two epochs of four steps with a backup after each."""
     made = trainer(**options)
     backup = sp.callbacks.BackupAndRestore(folder, every=1, share=None)
@@ -90,15 +93,25 @@ def test_a_second_job_is_refused_and_the_first_one_goes_on(tmp_path: Path) -> No
             fit(tmp_path / "backups")
         with pytest.raises(UserError, match=who):
             trainer(run_dir=tmp_path / "run")
-        made, saving = trainer(), sp.callbacks.ModelCheckpoint(tmp_path / "checkpoints")
-        with pytest.raises(UserError, match=who):
-            made.fit(data(), epochs=1, callbacks=[saving], verbose=0)
+        with pytest.raises(UserError, match=who):  # the same folder by another name
+            fit(f"file://{tmp_path}/backups")
+        made = trainer()
+        for callback in (
+            sp.callbacks.ModelCheckpoint(tmp_path / "checkpoints"),
+            sp.callbacks.CSVLogger(tmp_path / "epochs.csv"),
+            sp.callbacks.CSVLogger(tmp_path / "epochs.csv", append=True),
+            sp.callbacks.TensorBoard(tmp_path / "events"),
+        ):
+            with pytest.raises(UserError, match=who):
+                made.fit(data(), epochs=1, callbacks=[callback], verbose=0)
         assert made.step == 0
+        made.fit(data(), epochs=1, callbacks=sp.callbacks.CSVLogger(tmp_path / "b.csv"), verbose=0)
         assert (tmp_path / "run" / "config.json").read_bytes() == figures
         (tmp_path / "go").write_text("")
         ended = first.end()
         assert (ended.code, ended.out.splitlines()[-1]) == (0, "ended after 8")
-    assert not [*tmp_path.rglob(LOCK)]
+    assert not [*tmp_path.rglob(f"{LOCK}*")]
+    assert len((tmp_path / "epochs.csv").read_text().splitlines()) == 3
     assert not [*(tmp_path / "backups").iterdir()]
 
 
@@ -111,6 +124,61 @@ def test_two_callbacks_with_one_folder_are_refused(tmp_path: Path) -> None:
         made.fit(data(), epochs=1, callbacks=[one], verbose=0)
     trainer().fit(data(), epochs=1, callbacks=[other], verbose=0)
     assert not (tmp_path / LOCK).exists()
+
+
+def test_an_earlier_run_of_a_script_keeps_its_figures(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(epochs: int, **options: Any) -> str:
+        made, saving = trainer(run_dir=tmp_path, **options), sp.callbacks.ModelCheckpoint(keep=1)
+        made.fit(data(), epochs=epochs, batch_size=5, callbacks=saving, verbose=0)
+        return (tmp_path / "history.jsonl").read_text()
+
+    first = run(2)
+    assert not caplog.text
+    second = run(1, **rate(0.001))
+    assert "checkpoints has 1 checkpoints of an earlier training, as step-00000008" in caplog.text
+    assert "and keep=1 removes the others" in caplog.text
+    assert len(run(1).splitlines()) == 1
+    assert [(tmp_path / f"history.jsonl.{n}").read_text() for n in (1, 2)] == [first, second]
+    assert "fit" in (tmp_path / "config.json.2").read_text()
+
+
+def test_a_training_that_goes_on_is_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, saving = trainer(run_dir=tmp_path), sp.callbacks.ModelCheckpoint(keep=1)
+    made.fit(data(), epochs=1, batch_size=5, callbacks=saving, verbose=0)
+    again, saving = trainer(run_dir=tmp_path), sp.callbacks.ModelCheckpoint(keep=1)
+    again.load(tmp_path / "checkpoints")
+    again.fit(data(), epochs=3, batch_size=5, callbacks=saving, verbose=0)
+    assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 3
+    assert not [*tmp_path.glob("*.1")]
+    assert "earlier" not in caplog.text
+
+
+def test_links_to_a_folder_of_backups_are_that_folder(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "backups")
+    first, second = halves()
+    fit(tmp_path / "backups", of=first)
+    fit(tmp_path / "link", of=second)
+    assert sorted(path.name for path in (tmp_path / "backups").glob("fit-*")) == ["fit-1", "fit-2"]
+
+
+def test_the_end_of_a_script_removes_nothing_of_who_took_its_store(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was frozen, and another job has come since."""
+    fit(f"file://{tmp_path}/")
+    kept = sorted(tmp_path.glob("fit-1/*/*"))
+    assert kept
+    (record,) = (tmp_path / "spartito-lock").iterdir()
+    raw = json.loads(record.read_bytes().partition(b"\n")[0]) | {"host": "node7"}
+    record.rename(record.with_name("holder-0123456789abcdef.json")).write_text(json.dumps(raw))
+    fits.end()
+    assert "backups of a complete training are left" in caplog.text
+    assert "on node7" in caplog.text
+    assert sorted(tmp_path.glob("fit-1/*/*")) == kept
 
 
 def test_a_fit_has_one_backup(tmp_path: Path) -> None:

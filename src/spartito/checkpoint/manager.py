@@ -330,10 +330,10 @@ class CheckpointManager:
 
     def remove_all(self) -> None:
         """Remove all that was written here, oldest first; what else is in the folder stays."""
-        for path in self._mine():
+        for path in self.mine():
             remove_directory(path)
 
-    def _mine(self) -> list[Path]:
+    def mine(self) -> list[Path]:
         """Those that this manager may remove, oldest first."""
         is_ours = moved_here if self.alone else written_here
         return [path for path in self.all() if is_ours(path)]
@@ -345,7 +345,7 @@ class CheckpointManager:
         """
         if self.keep is None:
             return
-        mine = self._mine()
+        mine = self.mine()
         followed = [path for path in mine if is_whole(path)][-self.keep :]
         if len(followed) < self.keep:
             return

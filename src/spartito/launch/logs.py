@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from itertools import count
 from pathlib import Path
 
 from spartito.errors import UserError
+from spartito.storage.aside import put_aside
 
 
 class TaskLog:
@@ -23,7 +22,7 @@ class TaskLog:
         self._path, self._say = path, say
         try:
             if not again:
-                _put_aside(path)
+                put_aside(path)
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise refused(path, error) from error
@@ -41,14 +40,6 @@ class TaskLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _put_aside(path: Path) -> None:
-    """Let what is in a file go on under another name; a device has nothing in it."""
-    if not path.is_file() or not path.stat().st_size:
-        return
-    names = (path.with_name(f"{path.name}.{number}") for number in count(1))
-    path.rename(next(name for name in names if not os.path.lexists(name)))
 
 
 def refused(path: Path, error: OSError) -> UserError:

@@ -83,6 +83,12 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
+def local_path(path: str) -> str:
+    """Where a path or the URL of a store lies in this machine's file systems; "" elsewhere."""
+    protocol, _, rest = path.rpartition("://")
+    return rest if protocol in ("", "file", "local") else ""
+
+
 class FsspecStore(Store):
     """Files under a URL of any protocol that fsspec knows.
 

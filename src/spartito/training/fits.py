@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,10 +114,9 @@ def end() -> None:
     """The script ends: remove the backups of its fits, where all in their folder are complete."""
     known, failed = dict(_fits), getattr(sys, "last_value", None) is not None
     _fits.clear()
-    for fits in known.values():
+    for where, fits in known.items():
         if not failed and all(fit.state == "complete" for fit in fits):
-            for fit in fits:
-                _remove(fit)
+            _remove(fits, _stores.get(where))
     folders.release(HOLDER)
     while _stores:
         _stores.popitem()[1].let_go()
@@ -126,10 +125,13 @@ def end() -> None:
             folder.rmdir()
 
 
-def _remove(fit: Fit) -> None:
+def _remove(fits: Sequence[Fit], held: HeldStore | None) -> None:
     try:
-        if fit.remove is not None:
-            fit.remove()
+        if held is not None:
+            held.check()
+        for fit in fits:
+            if fit.remove is not None:
+                fit.remove()
     except Exception as error:
         warn("backups of a complete training are left: %s", error)
 

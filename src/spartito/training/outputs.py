@@ -9,7 +9,9 @@ from pathlib import Path
 from spartito.folders import hold, release
 from spartito.training.callback import Callback, Training
 from spartito.training.callbacks.backup_and_restore import BackupAndRestore
+from spartito.training.callbacks.csv_logger import CSVLogger
 from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
+from spartito.training.callbacks.tensorboard import TensorBoard
 from spartito.training.run_folder import RunFolder
 
 
@@ -29,15 +31,23 @@ def take_outputs(trainer: Training, inherits: bool = False) -> None:
         if isinstance(callback, BackupAndRestore):
             callback.hold(inherits)
         elif (output := output_of(callback)) is not None:
-            hold(*output, callback, inherits)
+            folder, what, file = output
+            hold(folder, what, callback, inherits, file=file)
 
 
-def output_of(callback: Callback) -> tuple[Path, str] | None:
-    """Where a callback writes during a `fit`, and what; None where it needs no folder."""
+def output_of(callback: Callback) -> tuple[Path, str, str] | None:
+    """Where a callback writes during a `fit`: the folder, what, and into which file alone.
+
+    None where it needs nothing for itself.
+    """
     if isinstance(callback, ModelCheckpoint):
-        return callback.manager.directory, "checkpoints"
+        return callback.manager.directory, "checkpoints", ""
     if isinstance(callback, RunFolder):
-        return callback.directory, "figures"
+        return callback.directory, "figures", ""
+    if isinstance(callback, TensorBoard):
+        return callback.folder, "events", ""
+    if isinstance(callback, CSVLogger) and not callback.is_device:
+        return callback.path.parent, "rows", callback.path.name
     return None
 
 

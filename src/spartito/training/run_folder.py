@@ -16,12 +16,13 @@ import torch
 
 from spartito.engine.optimizers import unwrap
 from spartito.errors import UnwritableError
-from spartito.log import warn
+from spartito.log import note, warn
 from spartito.report.ends import COMPLETE, NOT_FINITE, STOPPED
 from spartito.report.evaluations import EVALUATIONS, keep_until
 from spartito.report.lines import line_of, record_of
 from spartito.report.page import OF_A_PAGE, REPORT, write_report
-from spartito.storage.atomic import check_writable, write_file_atomically
+from spartito.storage.aside import put_aside
+from spartito.storage.atomic import check_writable, writable, write_file_atomically
 from spartito.storage.own_files import begins_with, check_own, has_keys
 from spartito.training.callback import Callback, Logs
 from spartito.training.nonfinite import STOP
@@ -56,12 +57,21 @@ class RunFolder(Callback):
     def on_train_begin(self) -> None:
         """Write the settings; a run that starts from nothing starts its history anew."""
         self._written, self._waiting = set(), ""
-        write_file_atomically(self.directory / CONFIG, json.dumps(self._config(), indent=2))
         if self.trainer.epoch == 0:
+            self._leave_earlier()
             write_file_atomically(self.directory / HISTORY, "")
+        write_file_atomically(self.directory / CONFIG, json.dumps(self._config(), indent=2))
         keep_until(self.directory / HISTORY, self.trainer.step, self.trainer.epoch)
         if not self.trainer.went_on:  # else the checkpoints that were evaluated hold
             keep_until(self.directory / EVALUATIONS, self.trainer.step, self.trainer.epoch)
+
+    def _leave_earlier(self) -> None:
+        """Keep what an earlier run has left of its epochs under other names."""
+        with writable(self.directory):
+            if older := put_aside(self.directory / HISTORY):
+                note("%s has an earlier run: its history is in %s now", self.directory, older.name)
+                for name in (CONFIG, EVALUATIONS):
+                    put_aside(self.directory / name)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Append the epoch to the history."""

@@ -31,6 +31,7 @@ def test_a_fit_starts_anew_or_appends(trainer: Any, tmp_path: Path) -> None:
     trainer.fit(CSVLogger(path), epochs=EPOCHS)
     trainer.fit(CSVLogger(path), epochs=EPOCHS[:1])
     assert len(rows(path)) == 2
+    assert len(rows(tmp_path / "log.csv.1")) == 3  # the older one is kept
     trainer.fit(CSVLogger(path, append=True), epochs=[{"accuracy": 0.5, "new": 1.0, "loss": 2.0}])
     assert rows(path)[2:] == [["1", "2.0", "0.5"]]
 

@@ -19,7 +19,7 @@ from spartito.folders import hold
 from spartito.log import note
 from spartito.storage.atomic import read_manifest
 from spartito.storage.held import HeldStore
-from spartito.storage.remote import FsspecStore, is_remote
+from spartito.storage.remote import FsspecStore, is_remote, local_path
 from spartito.strategies.ending import PREEMPTING
 from spartito.training import fits
 from spartito.training.arguments import known_names
@@ -160,10 +160,10 @@ class BackupAndRestore(Callback):
             UserError: Another job has it, which is named.
         """
         where = self._where
+        if folder := local_path(where):  # also that of a store which lies in a file system
+            hold(folder, "backups", fits.HOLDER, inherits)
         if is_remote(where):
             self._store = fits.hold_store(where, inherits)
-        else:
-            hold(where, "backups", fits.HOLDER, inherits)
         if self._fit is None and inherits:
             for fit in fits.adopt(where, self, self._number):
                 self._fit = self._kept(fit)
@@ -299,16 +299,19 @@ class BackupAndRestore(Callback):
         trainer, backups = self._trainer, self.backups
 
         def begin() -> dict[str, Any]:
+            return {**backups.begin(name), OF: self._of}
+
+        def end() -> None:
             if self._store is not None:
                 self._store.check()
-            return {**backups.begin(name), OF: self._of}
+            backups.end(name)
 
         self.written += 1
         name = f"step-{trainer.step:08d}"
         return trainer.saves.save(
             backups.directory / name,
             begin,
-            lambda: backups.end(name),
+            end,
             later=later,
             otherwise=self._miss,
             beside=lambda: {OF: {"history": asdict(trainer.history), "over": over}},
@@ -332,13 +335,15 @@ class BackupAndRestore(Callback):
     def _where(self) -> str:
         """The folder or URL, in which each fit has a folder."""
         if self.directory is not None:
-            return self.directory if is_remote(self.directory) else os.path.abspath(self.directory)
+            if is_remote(short := self.directory.rstrip("/")):
+                return short
+            return self.directory if is_remote(self.directory) else os.path.realpath(self.directory)
         if self._trainer.run_dir is None:
             raise UserError(
                 "BackupAndRestore has no directory, and this trainer no run folder",
                 'BackupAndRestore("backup") or Trainer(..., run_dir="runs/1")',
             )
-        return os.path.abspath(self._trainer.run_dir / BACKUPS)
+        return os.path.realpath(self._trainer.run_dir / BACKUPS)
 
     def _turn_to(self, number: int) -> None:
         """Have the backups of the fit of this number."""

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from spartito.errors import UserError
+from spartito.log import note
+from spartito.storage.aside import put_aside
 from spartito.training.arguments import known_names
 from spartito.training.callback import Callback, Logs
 
@@ -22,10 +24,11 @@ class CSVLogger(Callback):
     Args:
         filename: The file; its folder is made.
         append: Whether rows are added under the header that the file has; each fit starts the
-            file anew otherwise, unless it is resumed.
+            file anew otherwise, unless it is resumed, and an older one gets a number behind its
+            name: ``epochs.csv.1``.
 
     Raises:
-        UserError: The file cannot be written.
+        UserError: The file cannot be written, or another job writes it.
     """
 
     @known_names("CSVLogger")
@@ -36,6 +39,11 @@ class CSVLogger(Callback):
         self._columns: list[str] = []
         self._resumed: int | None = None
 
+    @property
+    def is_device(self) -> bool:
+        """Whether the path is none of a file that is kept, as ``/dev/stdout``."""
+        return self.path.exists() and not self.path.is_file()
+
     def on_train_begin(self) -> None:
         """Make the file, and its folder, or read the header of the one to append to."""
         if not self.trainer.is_chief:
@@ -44,6 +52,8 @@ class CSVLogger(Callback):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._check_own()
             goes_on = self._resumed is not None and self.path.exists()
+            if not (self.append or goes_on) and (older := put_aside(self.path)):
+                note("%s had the epochs of an earlier fit: they are in %s now", self.path, older)
             with self.path.open("a+" if self.append or goes_on else "w+", newline="") as file:
                 if goes_on:
                     file.truncate(min(self._resumed or 0, self.path.stat().st_size))

@@ -8,6 +8,7 @@ from typing import Any
 
 from spartito.checkpoint.manager import CheckpointManager
 from spartito.errors import TaskLostError, UserError
+from spartito.log import warn
 from spartito.report.figures import VALIDATION
 from spartito.training.arguments import known_names
 from spartito.training.callback import Callback, Logs
@@ -94,6 +95,14 @@ class ModelCheckpoint(Callback):
         manager, self._seen = self.manager, self.trainer.step
         if self.trainer.is_chief:
             manager.prepare()
+            if self.trainer.step == 0 and (earlier := manager.mine()):
+                warn(
+                    "%s has %d checkpoints of an earlier training, as %s, and this one begins "
+                    "anew: it replaces those of the same steps%s.\n  Name another folder to keep "
+                    "them, or load one to go on.",
+                    manager.directory, len(earlier), earlier[-1].name,
+                    "" if self.keep is None else f", and keep={self.keep} removes the others",
+                )  # fmt: skip
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Save when ``every_steps`` says so."""

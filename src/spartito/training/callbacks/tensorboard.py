@@ -25,7 +25,7 @@ class TensorBoard(Callback):
         directory: Where the runs are; None: ``logs`` in the run folder.
 
     Raises:
-        UserError: The directory cannot be written.
+        UserError: The directory cannot be written, or another job writes there.
     """
 
     @known_names("TensorBoard")
@@ -36,7 +36,6 @@ class TensorBoard(Callback):
 
     def on_train_begin(self) -> None:
         """Open the event file of the training; that of validation comes with its first figure."""
-        self._folder()
         if self.trainer.is_chief:
             self._open(_RUNS[0])
 
@@ -69,7 +68,9 @@ class TensorBoard(Callback):
         """Close the files; what was written stays."""
         self._close()
 
-    def _folder(self) -> Path:
+    @property
+    def folder(self) -> Path:
+        """Where the runs are; a `UserError` when that is not known."""
         if self.directory is not None:
             return self.directory
         if self.trainer.run_dir is None:
@@ -81,7 +82,7 @@ class TensorBoard(Callback):
 
     def _open(self, run: str) -> EventFile:
         if run not in self._files:
-            directory = self._folder() / run
+            directory = self.folder / run
             try:
                 self._files[run] = EventFile(directory)
             except OSError as error:
