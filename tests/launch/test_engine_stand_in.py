@@ -290,6 +290,53 @@ def test_what_a_late_command_has_started_ends_with_it(tmp_path: Path) -> None:
         os.close(ours)
 
 
+CANNOT = "Error: crun: cgroups in hybrid mode not supported: OCI runtime error"
+HANGS = ["sh", "-c", f"echo '{CANNOT}' >&2; exec tail -f /dev/null"]
+
+
+def test_a_composer_that_waits_for_what_the_engine_cannot_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ends long before the time limit, with what the engine has said."""
+    monkeypatch.setattr(engines, "TICK", 0.05)
+    monkeypatch.setattr(engines, "PATIENCE", 0.2)
+    with pytest.raises(engines.LateError, match=f"did not end within .* s: {CANNOT}"):
+        call(HANGS, 10 * LIMIT)
+
+
+def test_a_start_that_takes_long_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "TICK", 0.05)
+    monkeypatch.setattr(engines, "SAY_SECONDS", 0.2)
+    said: list[str] = []
+    with pytest.raises(engines.LateError, match=CANNOT):
+        call(HANGS, 1.0, say=said.append)
+    assert len(said) == 1
+    assert said[0].endswith(f": {CANNOT}")
+
+
+def test_a_job_that_cannot_be_removed_ends_with_what_went_wrong_first(
+    engine_folder: EngineFolder,
+) -> None:
+    docker = engine_folder.folder / "bin" / "docker"
+    lines = [
+        "#!/bin/sh",
+        'case "$*" in',
+        "compose*up*) echo 'Error: no container starts' >&2; exit 1 ;;",
+        "compose*down*) echo 'Error: nothing is removed' >&2; exit 1 ;;",
+        "ps*quiet*no-trunc*) ;;",
+        "ps*) echo one ;;",
+        '"image inspect"*) echo "{}" ;;',
+        "*) echo 1 ;;",
+        "esac",
+    ]
+    docker.write_text("\n".join(lines) + "\n")
+    popen = engine_folder.start("cluster", "up", str(engine_folder.file))
+    _, err = popen.communicate(timeout=LIMIT)
+    assert popen.returncode == 1, err
+    assert err.rstrip().endswith("the container engine failed: Error: no container starts"), err
+    assert "nothing is removed; then: spartito cluster down" in err
+
+
 @pytest.mark.parametrize(
     "words", ["compose --project-name digits --file - up", "ps --all", "images", "version"]
 )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,16 @@ ASK_SECONDS = 30.0
 
 START_SECONDS = 300.0
 """How long it may take to make or remove all containers of a job."""
+
+SAY_SECONDS = 10.0
+"""After which a start that goes on is said."""
+
+PATIENCE = 60.0
+"""After an error of its own, a composer that neither ends nor says more gets so long: it may wait
+for containers that never start."""
+
+TICK = 1.0
+"""Seconds between two looks at what a command has said."""
 
 PROJECT = "com.docker.compose.project"
 SERVICE = "com.docker.compose.service"
@@ -109,6 +121,13 @@ ENV_ENGINE = "SPARTITO_ENGINE"
 
 ENGINES = ("docker", "podman")
 
+FAILS = re.compile(r'error\b|time="[^"]*" level=(error|fatal)', re.IGNORECASE)
+"""How a line of an engine begins that says what failed."""
+
+
+class LateError(SpartitoError):
+    """A command of the engine did not end within its time limit."""
+
 
 @dataclass(frozen=True, slots=True)
 class Engine:
@@ -153,8 +172,14 @@ class Engine:
         """What ``docker`` with ``words`` prints."""
         return call([self.docker, *words], limit)
 
-    def run_compose(self, job: JobFile, *words: str, limit: float = START_SECONDS) -> str:
-        """Run the composer with ``words`` on the job."""
+    def run_compose(
+        self,
+        job: JobFile,
+        *words: str,
+        limit: float = START_SECONDS,
+        say: Callable[[str], None] | None = None,
+    ) -> str:
+        """Run the composer with ``words`` on the job; ``say`` is told if that takes long."""
         # The composer of old does not know the key "name": it gets the name, and no such key. It
         # reads from its input, so that paths begin where it is.
         folder = job.path.parent.resolve()
@@ -164,7 +189,8 @@ class Engine:
         if self.is_podman and os.getuid() != 0:
             # Files that the user made for the tasks are the tasks' own: their numbers are equal.
             env = {**os.environ, "PODMAN_USERNS": "keep-id"}
-        return call([*self.compose, *where, "--file", "-", *words], limit, text, folder, env)
+        command = [*self.compose, *where, "--file", "-", *words]
+        return call(command, limit, text, folder, env, say)
 
     def label(self, image: str, label: str) -> str | None:
         """A label of ``image``, empty without; None where the image is not on this machine."""
@@ -206,7 +232,7 @@ class Engine:
         try:
             self._stop_tasks(job, seconds)
             self.run_compose(job, *words)
-        except UserError:
+        except (UserError, LateError):
             raise
         except SpartitoError:
             # The composer fails where somebody else removes the job at the same time.
@@ -314,9 +340,10 @@ def call(
     given: str | None = None,
     folder: Path | None = None,
     env: Mapping[str, str] | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> str:
     """What a command prints in ``folder``; its failure as the error that its reader needs."""
-    code, out, err = run(words, limit, given, folder, env=env)
+    code, out, err = run(words, limit, given, folder, env=env, say=say)
     if code:
         raise complaint(err or out)
     return out
@@ -329,11 +356,14 @@ def run(
     folder: Path | None = None,
     shown: bool = False,
     env: Mapping[str, str] | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> tuple[int, str, str]:
     """A command's exit code and what it prints, empty where that is ``shown``.
 
-    Ctrl-C does not reach it: who cleans up is not disturbed. Who leaves early, by an interrupt
-    or the time limit, ends it with all that it has started, as the composer is by ``docker``.
+    ``say`` is told of one that takes long; one that said an error and goes on without a word ends
+    before the time ``limit``. Ctrl-C does not reach it: who cleans up is not disturbed. Who leaves
+    early, by an interrupt or the time limit, ends it with all that it has started, as the composer
+    is by ``docker``.
     """
     pipe = None if shown else subprocess.PIPE
     popen: subprocess.Popen[str] | None = None
@@ -349,16 +379,13 @@ def run(
                 env=env,
                 start_new_session=True,
             )
-        out, err = popen.communicate(given, limit)
+        out, err = _communicate(popen, given, limit, say)
     except BaseException as error:
         if popen is not None:
             with suppress(ProcessLookupError):
                 os.killpg(popen.pid, signal.SIGKILL)
         if isinstance(error, subprocess.TimeoutExpired):
-            raise SpartitoError(
-                f"{' '.join(words[:3])} did not end within {limit:g} s",
-                "Does the engine still run? Try: docker ps",
-            ) from None
+            raise _late(words, error) from None
         if isinstance(error, OSError):
             raise UserError(f"{words[0]} cannot be started: {error.strerror}") from error
         raise
@@ -367,6 +394,56 @@ def run(
             with popen:  # closes its pipes, and waits
                 pass
     return popen.returncode, out or "", err or ""
+
+
+def _communicate(
+    popen: subprocess.Popen[str], given: str | None, limit: float, say: Callable[[str], None] | None
+) -> tuple[str, str]:
+    """What a command prints until it ends; `subprocess.TimeoutExpired` has what it did so far."""
+    began = heard = time.monotonic()
+    text = ""
+    while True:
+        left = began + limit - time.monotonic()
+        try:
+            return popen.communicate(given, max(0.0, min(TICK, left)))
+        except subprocess.TimeoutExpired as late:
+            given, before, text = None, text, _said_by(late)
+        now = time.monotonic()
+        heard = heard if text == before else now
+        if now >= began + limit or (errors_in(text) and now >= heard + PATIENCE):
+            raise subprocess.TimeoutExpired(popen.args, round(now - began, 1), text)
+        if say is not None and now >= began + SAY_SECONDS:
+            last = text.strip().rpartition("\n")[2]
+            said = f": {last}" if last else ", and says nothing"
+            say(f"the engine still starts the containers, after {now - began:.0f} s{said}")
+            say = None
+
+
+def _said_by(late: subprocess.TimeoutExpired) -> str:
+    """What was printed until now, which is bytes here whatever was asked for."""
+    parts = (late.stdout, late.stderr)
+    return "".join(p.decode(errors="replace") if isinstance(p, bytes) else p or "" for p in parts)
+
+
+def _late(words: Sequence[str], late: subprocess.TimeoutExpired) -> SpartitoError:
+    """The error for a command that did not end: the engine's own, where it said one."""
+    text = late.output or ""
+    if errors_in(text):
+        found = complaint(text)
+        if isinstance(found, UserError):
+            return found
+        said = f": {errors_in(text)[-1]}"
+    else:
+        said = ""
+    return LateError(
+        f"{' '.join(words[:3])} did not end within {late.timeout:g} s{said}",
+        f"Does the engine still run, and start a container? Try: {words[0]} ps",
+    )
+
+
+def errors_in(text: str) -> list[str]:
+    """The lines with which an engine or its composer says that something failed."""
+    return [line.strip() for line in text.splitlines() if FAILS.match(line.strip())]
 
 
 def complaint(text: str) -> SpartitoError:

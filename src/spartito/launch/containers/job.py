@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from spartito.cluster.spec import split_address
-from spartito.errors import EXIT_TASK_LOST, UserError
+from spartito.errors import EXIT_TASK_LOST, SpartitoError, UserError
 from spartito.launch.containers.compose import STOP_SECONDS
 from spartito.launch.containers.engine import VERSION_LABEL, Engine, TaskState
 from spartito.launch.containers.file import Folder, JobFile, read_job
@@ -78,10 +78,10 @@ def wait(path: Path) -> int:
 
 
 def _run(engine: Engine, job: JobFile, detach: bool, ignore: Callable[[], None]) -> int:
-    stays, patience = False, FALLEN_SECONDS
+    stays, patience, failed = False, FALLEN_SECONDS, False
     try:
         try:
-            engine.run_compose(job, "up", "--detach", "--no-build")
+            engine.run_compose(job, "up", "--detach", "--no-build", say=say)
             stays = detach
             return 0 if detach else Watch(engine, job).follow()
         finally:
@@ -89,9 +89,17 @@ def _run(engine: Engine, job: JobFile, detach: bool, ignore: Callable[[], None])
     except Interrupted:
         stays, patience = False, STOP_SECONDS
         raise
+    except SpartitoError:
+        failed = True
+        raise
     finally:
         if not stays:
-            engine.down(job, patience)
+            try:
+                engine.down(job, patience)
+            except SpartitoError as error:
+                if not failed:
+                    raise
+                say(f"{str(error).partition(chr(10))[0]}; then: spartito cluster down {job.path}")
 
 
 def status(path: Path) -> int:
