@@ -32,7 +32,10 @@ def alike(results: list[dict[str, Any]]) -> bool:
 
 
 @every_strategy
-@pytest.mark.parametrize(("kind", "name"), [("centre", "center"), ("own norm", "running_mean")])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("centre", "center"), ("unsaved", "center"), ("own norm", "running_mean")],
+)
 def test_they_are_refused_by_name_where_deterministic(
     replicas: Replicas, given: Given, kind: str, name: str
 ) -> None:
@@ -69,6 +72,40 @@ def test_what_is_alike_or_averaged_or_a_cache_is_nothing_to_tell(
         assert [line for line in found["said"] if "drifted" in line] == []
     if strategy not in ("mesh", "sharded"):  # there tasks have parts of the model
         assert alike(results)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("centre", "center"), ("own norm", "running_mean")])
+def test_servers_refuse_them_where_deterministic(replicas: Replicas, kind: str, name: str) -> None:
+    options = {"max_staleness": 0, "min_shard_bytes": 16}
+    found = replicas(jobs.trained, 2, "parameter_server", options, kind, True, servers=1)
+    said = "\n".join(line for one in found for line in one["said"])
+    assert f"'1.{name}'" in said
+    assert "Workers see their own rows and do not meet there" in said
+
+
+@pytest.mark.parametrize("kind", ["counter", "cache"])
+def test_servers_take_what_is_alike(replicas: Replicas, kind: str) -> None:
+    options = {"max_staleness": 0, "min_shard_bytes": 16}
+    for found in replicas(jobs.trained, 2, "parameter_server", options, kind, True, servers=1):
+        assert [line for line in found["said"] if "buffer" in line] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("norm", "the norm '1'"),
+        ("own norm", "the buffers '1.running_mean', '1.running_var'"),
+        ("counter", "the buffer '1.calls'"),
+    ],
+)
+def test_microbatches_refuse_what_sees_whole_batches(
+    replicas: Replicas, kind: str, what: str
+) -> None:
+    options = {"stages": 2, "microbatches": 2}
+    for found in replicas(jobs.trained, 2, "pipeline", options, kind, True):
+        assert f"deterministic training under pipeline with {what}" in found["said"][-1]
+    for found in replicas(jobs.trained, 2, "pipeline", {**options, "microbatches": 1}, kind, True):
+        assert [line for line in found["said"] if "under pipeline with" in line] == []
 
 
 def test_a_loop_of_ones_own_is_refused_after_its_first_update(replicas: Replicas) -> None:

@@ -62,13 +62,16 @@ def kept_buffers(model: nn.Module) -> set[str]:
 
 
 def caches(model: nn.Module) -> dict[str, Tensor | None]:
-    """The buffers that no checkpoint has, by name."""
+    """The buffers that no checkpoint has, by name; None for what is no floating number.
+
+    Others are counted, or masks of the rows of each replica.
+    """
     kept = kept_buffers(model)
     return {
-        f"{path}.{name}".removeprefix("."): buffer
+        name: buffer if buffer is not None and buffer.is_floating_point() else None
         for path, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if f"{path}.{name}".removeprefix(".") not in kept
+        for key, buffer in module._buffers.items()
+        if (name := f"{path}.{key}".removeprefix(".")) not in kept
     }
 
 
@@ -112,12 +115,15 @@ def watched(model: nn.Module) -> Iterator[set[str]]:
     Not those of which a checkpoint knows nothing and that it has replaced as a whole: caches.
     """
     kept, changed = kept_buffers(model), set[str]()
-    before = {name: (each, each._version) for name, each in model.named_buffers()}
+    floating = {n: each for n, each in model.named_buffers() if each.is_floating_point()}
+    before = {name: each.clone() for name, each in floating.items()}  # norms note no new version
     yield changed
     for name, buffer in model.named_buffers():
-        old, version = before.get(name, (None, 0))
-        is_same = old is buffer and buffer._version == version
-        if buffer.is_floating_point() and not is_same and (old is buffer or name in kept):
+        if (
+            name in before
+            and (buffer is floating[name] or name in kept)
+            and not torch.equal(buffer, before[name])
+        ):
             changed.add(name)
 
 

@@ -18,7 +18,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
 from spartito.collectives.collective import Collective, Traffic
 from spartito.engine.batchnorm import average_statistics
-from spartito.engine.buffers import listed, refuse, shared_buffers, take_first, unlike
+from spartito.engine.buffers import (
+    caches,
+    listed,
+    refuse,
+    shared_buffers,
+    take_first,
+    unlike,
+    unlike_caches,
+)
 from spartito.engine.checksum import (
     OTHER_VALUES,
     checksum,
@@ -286,10 +294,16 @@ class SynchronousCoordination(Coordination):
         self._together(self._settle_buffers)
 
     def _settle_buffers(self) -> str:
-        for pair in self._pairs.all:
-            model = unwrap(pair.model)
-            self._settle(self._groups.data, shared_buffers(model), pair.randomness is not None)
+        self._settle_all(self._groups.data)
         return ""
+
+    def _settle_all(self, group: Collective) -> None:
+        """Make the buffers of all models alike in a group, or refuse those that are not."""
+        for pair in self._pairs.all:
+            model, is_strict = unwrap(pair.model), pair.randomness is not None
+            self._settle(group, shared_buffers(model), is_strict)
+            if is_strict:
+                refuse(group, unlike_caches(group, caches(model)))
 
     def _settle(self, group: Collective, buffers: dict[str, Tensor], is_strict: bool) -> None:
         """Refuse buffers that differ between the tasks of ``group``, or give all the first's."""

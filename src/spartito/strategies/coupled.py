@@ -314,9 +314,7 @@ class LocalCoordination(ShardedCoordination):
         """Inside of a group as under others; groups differ, until their merged model is shown."""
         if self._grouping.world is None:
             return super()._settle_buffers()
-        for pair in self._pairs.all:
-            model = unwrap(pair.model)
-            self._settle(self._groups[INSIDE], shared_buffers(model), pair.randomness is not None)
+        self._settle_all(self._groups[INSIDE])
         return ""
 
     @property

@@ -20,8 +20,9 @@ from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader
 from spartito.engine.batchnorm import has_batchnorm
+from spartito.engine.buffers import listed, watched
 from spartito.engine.denormals import flushed
-from spartito.engine.loss import LossFunction
+from spartito.engine.loss import LossFunction, WeightedLoss
 from spartito.engine.optimizers import OptimizerLike, has_sparse_gradients, named_state, unwrap
 from spartito.errors import UserError
 from spartito.heartbeat import CONNECT, during
@@ -276,6 +277,22 @@ class ParameterServerStrategy(InGroups):
         self.coordination.announce_options()
         self.coordination.computing.repeats, self._loss = True, loss
         return super().step(batch, loss)
+
+    def _forward(
+        self, pair: Pair, batch: Batch, loss: LossFunction | None
+    ) -> tuple[Any, WeightedLoss]:
+        if not (self._deterministic and self._divides):
+            return super()._forward(pair, batch, loss)
+        with watched(unwrap(pair.model)) as changed:
+            found = super()._forward(pair, batch, loss)
+        if changed:
+            raise UserError(
+                f"deterministic training under parameter_server with {listed(changed)}, which the "
+                "forward pass changes",
+                "Workers see their own rows and do not meet there: leave deterministic out, or "
+                "compute from all rows (strategy.reduce) under mirrored.",
+            )
+        return found
 
     def flush(self) -> StepResult | None:
         return self.coordination.progress()  # all is pushed: what others did comes in

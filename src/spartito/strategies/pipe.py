@@ -199,7 +199,9 @@ class Pipe:
         norms = (name for name, each in model.named_modules() if each.training and takes(each))
         name = next(norms, None)
         what = "" if name is None else f"the norm {name!r}"
-        if not what and (changed := program.changed | kept_buffers(model).intersection(program.set)):
+        if not what and (
+            changed := program.changed | kept_buffers(model).intersection(program.set)
+        ):
             what = f"{listed(changed)} that the forward pass changes"
         if what:
             raise UserError(
