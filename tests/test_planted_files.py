@@ -59,6 +59,8 @@ FIXED = {
     "report.html": "<title>My report</title>",
     "best.json": '{"score": 3}',
     "training.json": '{"mine": 1}',
+    "worker-0.json": '{"mine": 1}',
+    "worker-0.now": "mine",
     "epochs.csv": "x,y\n1,2\n",
 }
 """Names that files of ours have: what would write one refuses the folder."""
@@ -170,7 +172,7 @@ def test_files_beside_stay(
     [
         (keeps_one, ("best.json", "training.json")),
         (runs, ("config.json", "history.jsonl", "evaluations.jsonl", "report.html",
-                           "checkpoints/best.json")),
+                           "checkpoints/best.json", "tasks/worker-0.json", "tasks/worker-0.now")),
         (logs, ("epochs.csv",)),
     ],
 )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from spartito import status
 from spartito.engine.optimizers import unwrap
 from spartito.errors import UnwritableError
 from spartito.log import note, warn
@@ -37,6 +38,24 @@ FILES = {
     REPORT: OF_A_PAGE,
 }
 """What is written here, and how it is known."""
+
+
+def check_task(run_dir: Path, task: str) -> None:
+    """Refuse a run folder with files of the user's where those of a task are to be.
+
+    Args:
+        run_dir: It may be missing.
+        task: What the task is called: "worker 0".
+
+    Raises:
+        UserError: There is one, which is named.
+    """
+    name = task.replace(" ", "-")
+    files = {
+        f"{name}.json": has_keys("task", "peak_memory_bytes"),
+        f"{name}{status.SUFFIX}": begins_with('{"task": '),  # a lost machine may have cut it off
+    }
+    check_own(run_dir / status.FOLDER, files)
 
 
 class RunFolder(Callback):

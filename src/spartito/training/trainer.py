@@ -39,7 +39,7 @@ from spartito.training.predictions import predicted
 from spartito.training.preemption import Notice
 from spartito.training.refusals import what_is_lost
 from spartito.training.resume import find_together, restore, trained_on
-from spartito.training.run_folder import RunFolder
+from spartito.training.run_folder import RunFolder, check_task
 from spartito.training.sameness import options_of
 from spartito.training.saving import Saves
 from spartito.training.schedule import Schedule, SchedulerLike, make_scheduler
@@ -116,10 +116,13 @@ class Trainer:
         self.on_nonfinite, self.skips = checked(on_nonfinite, self.strategy), Skips()
         self.coordination = self.strategy.coordination
         self.is_chief = self.coordination.cluster.is_chief
-        if self.is_chief and (folder := status.folder(run_dir)):
-            check_free(folder)
-        self.run_dir = status.begin(run_dir, str(self.coordination.cluster.task))
-        self._folder = RunFolder(self.run_dir) if self.run_dir and self.is_chief else None
+        task = str(self.coordination.cluster.task)
+        if folder := status.folder(run_dir):
+            if self.is_chief:
+                check_free(folder)
+            check_task(folder, task)
+        self._folder = RunFolder(folder) if folder and self.is_chief else None
+        self.run_dir = status.begin(run_dir, task)
         self.coordination.record_to = self.run_dir
         recompute(unwrap(model), checkpoint_activations)
         self.model, self.optimizer = self.strategy.prepare(
