@@ -135,7 +135,7 @@ def test_all_that_diverged_have_an_exit_code_of_their_own(commands: Commands) ->
 def test_a_run_that_did_not_finish_is_said(commands: Commands) -> None:
     ended = commands.spartito(*words("--", "short:mirrored"))
     assert ended.code == 1, ended.text
-    assert "mirrored unfinished: it ended after 1 of 2 epochs without an error" in ended.out
+    assert "mirrored did not finish: it ended after 1 of 2 epochs without an error" in ended.out
     assert "1 of 2 runs did not finish: mirrored" in ended.err
 
 

@@ -264,12 +264,11 @@ class _Results:
         page = write_comparison_page(self.plan.out)
         print(f"\n{table(found)}\n", *sentences(found), f"\ncomparison {page}", sep="\n")
         sys.stdout.flush()
-        from spartito.comparison.report.outcome import DONE, UNFINISHED
+        from spartito.comparison.report.outcome import DONE, VERBS
 
         for state, runs in _by_state(self.runs, self._states()).items():
             if state != DONE:
-                verb = "did not finish" if state == UNFINISHED else state
-                _say(f"{len(runs)} of {len(self.runs)} runs {verb}: {', '.join(runs)}")
+                _say(f"{len(runs)} of {len(self.runs)} runs {VERBS[state]}: {', '.join(runs)}")
 
 
 def _by_state(runs: Sequence[Mapping[str, Any]], states: Sequence[str]) -> dict[str, list[str]]:

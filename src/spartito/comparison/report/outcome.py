@@ -11,6 +11,8 @@ from spartito.report.ends import COMPLETE, NOT_FINITE, STOPPED
 from spartito.report.figures import VALIDATION, figure, label, number
 
 DONE, FAILED, DIVERGED, UNFINISHED = "done", "failed", "diverged", "unfinished"
+VERBS = {FAILED: "failed", DIVERGED: "diverged", UNFINISHED: "did not finish"}
+"""What is said of a run that is not `DONE`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,11 @@ def _loads(found: Comparison) -> list[tuple[str, str]]:
         (
             run_name(run, found),
             f"{percent(run.others)} of the cores taken by other programs"
-            + ("" if run.pressure is None else f", a core waited for {percent(run.pressure)}"),
+            + (
+                ""
+                if run.pressure is None
+                else f"; something waited for a core {percent(run.pressure)} of the time"
+            ),
         )
         for run in found.all_runs
         if run.others is not None

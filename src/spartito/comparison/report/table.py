@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from textwrap import fill
 
 from spartito.comparison.report.drawings import strategy_colours
-from spartito.comparison.report.outcome import DONE, FAILED
+from spartito.comparison.report.outcome import DONE, FAILED, VERBS
 from spartito.comparison.report.results import Comparison, Figures
 from spartito.report.bars import Bar, Bars, staleness_bars
 from spartito.report.charts import page_colour
@@ -103,7 +103,7 @@ def table(found: Comparison) -> Table:
 def ended_note(run: Figures) -> str:
     """How ``run`` ended, to follow its name: ``diverged: its loss is NaN ...``; "" if well."""
     if run.ended.state != DONE:
-        return f"{run.ended.state}: {last_line(run.ended.reason)}"
+        return f"{VERBS[run.ended.state]}: {last_line(run.ended.reason)}"
     if run.ended.stopped_after is not None:
         trained, told = run.ended.stopped_after
         return f"was stopped by a callback after {trained} of {told} epochs"
