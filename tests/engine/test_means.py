@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from spartito.data.batch import Batch
-from spartito.engine.loss import look, look_at_own
+from spartito.engine.halves import Comparisons
+from spartito.engine.loss import WeightedLoss, look, look_at_own, weigh
+from spartito.engine.means import COMPARES, NOT_A_MEAN, SEVERAL
 
 ce = functional.cross_entropy
 
@@ -57,3 +60,100 @@ def test_a_teacher_inside_of_a_model_hides_no_divisor() -> None:
         _, found = look_at_own(Own(), batch(scores().detach(), labels()))
         assert not torch.is_grad_enabled()
     assert found.weight == float((labels() != -100).sum())
+
+
+def read(loss: Any, size: int = SIZE, planned: int = SIZE) -> WeightedLoss:
+    o, y = scores()[:size], labels()[:size]
+    return weigh(loss(o, y), Batch((o, y), size, planned, torch.arange(size), 0, 0))
+
+
+def each(o: Tensor, y: Tensor) -> Tensor:
+    return ce(o.transpose(1, 2), y.clamp(0), reduction="none")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o, y: ce(o.flatten(0, 1), y.flatten()),
+        lambda o, y: (each(o, y) * (y != -100)).sum() / (y != -100).sum(),
+        lambda o, y: (each(o, y) * (y != -100) / (y != -100).sum()).sum(),
+        lambda o, y: (each(o, y) * (y != -100)).mean() / (y != -100).double().mean(),
+        lambda o, y: each(o, y)[y != -100].mean(),
+        lambda o, y: each(o, y).where(y != -100, torch.nan).nanmean(),
+        lambda o, y: each(o, y).flatten() @ (y != -100).double().flatten() / (y != -100).sum(),
+        lambda o, y: (each(o, y) * (y != -100)).sum() * (1 / (y != -100).sum()),
+    ],
+)
+def test_what_was_counted_is_found(loss: Any) -> None:
+    found = read(loss)
+    assert not found.doubt
+    assert float(found.weight) == float((labels() != -100).sum())
+
+
+def test_what_is_added_lest_a_count_is_0_counts_once() -> None:
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        return (each(o, y) * (y != -100)).sum() / ((y != -100).sum() + 1e-4)
+
+    whole, half = read(loss), read(loss, 3)
+    kept = (labels() != -100).sum()
+    assert float(whole.weight) == pytest.approx(float(kept) + 1e-4, abs=1e-6)
+    kept = (labels()[:3] != -100).sum()
+    assert float(half.weight) == pytest.approx(float(kept) + 5e-5, abs=1e-6)
+    exact = (each(scores(), labels()) * (labels() != -100)).sum()
+    torch.testing.assert_close(whole.value * whole.scale, exact, rtol=1e-12, atol=0)
+
+
+def test_sums_stay_sums() -> None:
+    """The parts of a global batch weigh 1 together, so their sum is that of one device."""
+    for loss in (lambda o, y: each(o, y).sum(), lambda o, y: each(o, y).sum(0).mean()):
+        whole, part = read(loss), read(loss, 2)
+        assert (whole.scale, whole.weight) == (1.0, 1.0)
+        assert (part.scale, part.weight) == (1.0, 2 / SIZE)
+
+
+@pytest.mark.parametrize(
+    ("loss", "doubt"),
+    [
+        (lambda o, y: ce(o.flatten(0, 1), y.flatten()) + o.square().mean(), SEVERAL),
+        (lambda o, y: o.square().mean() + o.sum(), NOT_A_MEAN),
+        (lambda o, y: o.mean(0).square().mean(), COMPARES),
+        (lambda o, y: o.square().mean().sqrt(), "a loss made by Sqrt"),
+        (lambda o, y: o.square().sum() / 7, "a loss that is a sum over the batch divided by 7"),
+    ],
+)
+def test_doubts(loss: Any, doubt: str) -> None:
+    assert read(loss).doubt.startswith(doubt)
+
+
+class Twice(torch.autograd.Function):
+    """A mean over examples, of which the graph tells nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> Tensor:
+        ctx.number = scores.numel()
+        ctx.shape = scores.shape
+        return 2 * scores.mean()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].expand(ctx.shape) * 2 / ctx.number
+
+
+def test_halves_end_a_guess_for_good_and_find_what_the_graph_hides() -> None:
+    def compare(comparisons: Comparisons, loss: Any, rows: Any = batch) -> WeightedLoss:
+        o, y = scores(), labels()
+        return comparisons.look(loss, o, rows(o, y), weigh(loss(o, y), rows(o, y)))
+
+    def opaque(o: Tensor, y: Tensor) -> Any:
+        return Twice.apply(o)
+
+    comparisons = Comparisons()
+    assert read(opaque).is_guess
+    for _ in range(5):
+        assert not compare(comparisons, opaque).doubt
+    assert comparisons == Comparisons(0, True)
+    for loss in (
+        lambda o, y: Twice.apply(o[y != -100]),
+        lambda o, y: (each(o, y) * (each(o, y) / each(o, y).max()).detach()).mean(),
+    ):
+        assert compare(Comparisons(), loss).doubt

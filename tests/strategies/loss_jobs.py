@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import spartito as sp
+from spartito.errors import TaskLostError, UserError
 from tests.strategies.jobs import make_strategy, weights
 
 EXAMPLES, BATCH, TOKENS, FEATURES, CLASSES = 17, 6, 3, 5, 4
@@ -75,6 +76,61 @@ def chosen(o: Tensor, y: Tensor) -> Tensor:
     return ((o.tanh() - 0.3) ** 2)[kept].mean()
 
 
+def each_token(o: Tensor, y: Tensor) -> Tensor:
+    return ce(o.transpose(1, 2), y.clamp(0), reduction="none")
+
+
+def in_chunks(o: Tensor, y: Tensor) -> Tensor:
+    scores, labels = flat(o, y)
+    parts = zip(scores.split(4), labels.split(4), strict=True)
+    total = sum((ce(a, b, reduction="sum") for a, b in parts), start=torch.zeros(()).double())
+    return total / (y != -100).sum()
+
+
+def smoother(o: Tensor, y: Tensor) -> Tensor:
+    """As Transformers' ``LabelSmoother``: two sums, one of them divided by tokens times classes."""
+    scores, padded = -o.log_softmax(-1), (y == -100)[..., None]
+    exact = scores.gather(-1, y.clamp(0)[..., None]).masked_fill(padded, 0.0)
+    smooth = scores.sum(-1, keepdim=True).masked_fill(padded, 0.0)
+    number = padded.numel() - padded.long().sum()
+    return 0.9 * exact.sum() / number + 0.1 * (smooth.sum() / (number * CLASSES))
+
+
+def boxes(o: Tensor, y: Tensor) -> Tensor:
+    """As of a detector: sums over what was found, divided by how many, 1 at least."""
+    kept = y != -100
+    number = max(1, int(kept.sum()))
+    far = functional.smooth_l1_loss(o[kept], hot(y)[kept], reduction="sum") / number
+    return ce(*flat(o, y), reduction="sum") / number + far
+
+
+def speech(o: Tensor, y: Tensor) -> Tensor:
+    lengths = 1 + y[:, 0].clamp(0) % 2
+    scores = o.repeat(1, 3, 1).transpose(0, 1).log_softmax(-1)
+    frames = torch.full((len(o),), 3 * TOKENS)
+    sums = functional.ctc_loss(scores, y[:, :2].clamp(1), frames, lengths, reduction="sum")
+    return sums / lengths.sum()
+
+
+def weighted_yes_or_no(o: Tensor, y: Tensor) -> Tensor:
+    mask = (y != -100).double()[..., None].expand_as(o)
+    sums = functional.binary_cross_entropy_with_logits(o, hot(y), mask, reduction="sum")
+    return sums / mask.sum()
+
+
+def policy(o: Tensor, y: Tensor) -> Tensor:
+    """As of PPO: clipped ratios, an entropy and values, each a masked mean."""
+    mask, gain = (y != -100).double(), hot(y)[..., 0] - 0.3
+    chances = -each_token(o, y)
+    ratio = torch.exp(chances - chances.detach() + 0.1)
+    worse = torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
+    scores = o.log_softmax(-1)
+    entropy = -(scores.exp() * scores).sum(-1)
+    values = (o[..., 0] - 1) ** 2
+    parts = [(part * mask).sum() / mask.sum().clamp(1) for part in (-worse, values, entropy)]
+    return parts[0] + 0.5 * parts[1] - 0.01 * parts[2]
+
+
 def hot(y: Tensor) -> Tensor:
     return functional.one_hot(y.clamp(0), CLASSES).double()
 
@@ -98,6 +154,19 @@ COUNTED: dict[str, Loss] = {
     "filled": filled,
     "chosen": chosen,
     "kept_rows": lambda o, y: ce(o[:, 0][y[:, 0] >= 0], y[:, 0][y[:, 0] >= 0]),
+    "in_chunks": in_chunks,
+    "smoother": smoother,
+    "boxes": boxes,
+    "speech": speech,
+    "weighted_yes_or_no": weighted_yes_or_no,
+    "policy": policy,
+    "divided_first": lambda o, y: (each_token(o, y) * own_weights(y) / own_weights(y).sum()).sum(),
+    "lest_it_is_0": lambda o, y: (
+        (each_token(o, y) * (y != -100)).sum() / ((y != -100).sum() + 1e-14)
+    ),
+    "other_mask": lambda o, y: (
+        (each_token(o, y) * (y != -100) * (y > 0)).sum() / (y != -100).sum().clamp(1)
+    ),
     "two_alike": lambda o, y: 0.7 * ce(*flat(o, y)) + ce(*flat(3 * o, y)),
 }
 """Means over what counts. A batch without any is 0, or NaN, in torch: there is none here."""
@@ -128,6 +197,8 @@ BY_ROWS: dict[str, Loss] = {
     "gaussian": lambda o, y: functional.gaussian_nll_loss(o, hot(y), o.exp()),
     "sum_by_rows": lambda o, y: functional.mse_loss(o, hot(y), reduction="sum") / len(o),
     "probabilities": lambda o, y: ce(o[:, 0], hot(y)[:, 0].add(0.1)),
+    "mean_then_sum": lambda o, y: each_token(o, y).mean(0).sum(),
+    "long_answers": lambda o, y: each_token(o, y).mean(1).mean(0),
     "each": lambda o, y: ((o - hot(y)) ** 2).mean((1, 2)),
     "loop": lambda o, y: torch.stack([ce(o[n], y[n].clamp(0)) for n in range(len(o))]).mean(),
     "contrast": lambda o, y: functional.multi_margin_loss(o[:, 0], y[:, 0].clamp(0)),
@@ -140,6 +211,56 @@ SUMS: dict[str, Loss] = {
         functional.mse_loss(o, hot(y), reduction="sum") - 0.5 * (1 + o - o.exp()).sum()
     ),
 }
+
+
+def unit(o: Tensor) -> Tensor:
+    return functional.normalize(o, dim=-1)
+
+
+def own_weights(y: Tensor) -> Tensor:
+    return (y.clamp(0) + 1).double()
+
+
+DOUBTFUL: dict[str, Loss] = {
+    "root": lambda o, y: functional.mse_loss(o, hot(y)).sqrt(),
+    "logarithm": lambda o, y: functional.mse_loss(o, hot(y)).log(),
+    "contrastive": lambda o, y: ce(unit(o[:, 0]) @ unit(o[:, 1]).T, torch.arange(len(o))),
+    "correlations": lambda o, y: (o[:, 0].T @ o[:, 1] / len(o) - torch.eye(CLASSES)).square().sum(),
+    "every_pair": lambda o, y: (o[:, None, 0] - o[None, :, 1]).square().mean(),
+    "distances": lambda o, y: torch.cdist(o[:, 0], o[:, 1]).mean(),
+    "centred": lambda o, y: (o - o.mean(0)).square().mean(),
+    "balanced": lambda o, y: (o.softmax(-1).mean((0, 1)) * hot(y).mean((0, 1))).sum(),
+    "overlap": lambda o, y: (
+        1 - ((o * hot(y)).sum((0, 1)) / (o.square() + hot(y)).sum((0, 1))).mean()
+    ),
+    "hardest": lambda o, y: each_token(o, y).flatten().topk(2).values.mean(),
+    "median": lambda o, y: each_token(o, y).median(),
+    "shares": lambda o, y: (each_token(o, y) * (own_weights(y) / own_weights(y).sum())).sum(),
+    "even_shares": lambda o, y: (
+        each_token(o, y) * (own_weights(y) / own_weights(y).mean())
+    ).mean(),
+    "different_counts": lambda o, y: ce(*flat(o, y)) + 0.01 * o.square().mean(),
+    "a_sum_beside": lambda o, y: functional.mse_loss(o, hot(y)) + 0.1 * o.square().sum(),
+    "a_constant": lambda o, y: (o - hot(y)).square().sum() / 10,
+    "opaque": lambda o, y: Opaque.apply(*flat(o, y)),
+}
+"""What the parts of a batch do not make, or nobody can know."""
+
+
+class Opaque(torch.autograd.Function):
+    """A mean over tokens that count, as a kernel of one's own."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, labels: Tensor) -> Tensor:
+        with torch.enable_grad():
+            own = scores.detach().requires_grad_()
+            loss = ce(own, labels)
+        ctx.save_for_backward(*torch.autograd.grad(loss, own))
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * ctx.saved_tensors[0], None
 
 
 def cases() -> Iterator[tuple[str, Loss]]:
@@ -223,6 +344,35 @@ def loop(name: str, options: dict[str, Any], names: list[str], penalized: bool) 
         found[each] = {"weights": weights(strategy, model)}
         strategy.close()
     return found
+
+
+def refusals(name: str, how: str, each: str) -> str:
+    """What is said of a doubtful loss: of a function, in a loop of one's own, of a model."""
+    strategy, loss = make_strategy(name), DOUBTFUL[each]
+    model = net() if how != "model" else OwnLoss(loss)
+    data = sp.data.arrays(*labelled()).batch(BATCH)
+    try:
+        if how == "loop":
+            model, optimizer = strategy.prepare(
+                model, torch.optim.SGD(model.parameters(), 0.3), deterministic=True
+            )
+            for batch in strategy.distribute(data):
+                strategy.backward(loss(model(batch.x), batch.y), batch)
+                strategy.update(optimizer)
+        else:
+            trainer = sp.Trainer(
+                model,
+                optimizer=torch.optim.SGD(model.parameters(), 0.3),
+                loss=loss if how == "function" else None,
+                strategy=strategy,
+                deterministic=True,
+            )
+            trainer.fit(data, verbose=0)
+    except (UserError, TaskLostError) as error:  # where one refuses, the others find it gone
+        return str(error)
+    finally:
+        strategy.close()
+    return "nothing was said"
 
 
 class OwnLoss(nn.Module):

@@ -301,7 +301,8 @@ def products(way: str) -> tuple[Tensor, Tensor, Tensor]:
     for batch in strategy.distribute(data.batch(size)):
         target = torch.randn(20, 30, generator=generator, dtype=torch.float64)
         given += target
-        strategy.backward((model(torch.eye(30).double()) * target.T).sum(), batch)
+        costs = (model(torch.eye(30).double()) * target.T).sum()
+        strategy.backward((costs, batch.size), batch)
         strategy.update(optimizer)
     found = strategy._compression()
     assert found is not None

@@ -8,7 +8,7 @@ import pytest
 
 from tests.replicas import Replicas
 from tests.strategies import loss_jobs as jobs
-from tests.strategies.loss_jobs import BY_ROWS, COUNTED, NAMES, SUMS
+from tests.strategies.loss_jobs import BY_ROWS, COUNTED, DOUBTFUL, NAMES, SUMS
 
 EXACT = 1e-12
 
@@ -76,3 +76,15 @@ def test_other_strategies(
     for result in replicas(jobs.fit, count, name, options, SOME):
         for loss in SOME:
             same(result[loss], loss)
+
+
+@pytest.mark.parametrize("how", ["function", "loop", "model"])
+@pytest.mark.parametrize("loss", DOUBTFUL)
+def test_what_no_parts_make_is_refused(replicas: Replicas, loss: str, how: str) -> None:
+    said = replicas(jobs.refusals, 2, "mirrored", how, loss)
+    assert any(each.startswith("a loss ") and "Return (sum, count)" in each for each in said), said
+
+
+@pytest.mark.parametrize("loss", DOUBTFUL)
+def test_one_device_refuses_no_loss(replicas: Replicas, loss: str) -> None:
+    assert replicas(jobs.refusals, 1, "one_device", "loop", loss) == ["nothing was said"]

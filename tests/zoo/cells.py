@@ -9,6 +9,8 @@ from tests.replicas import ReplicaError, Replicas
 from tests.zoo import jobs, plain
 from tests.zoo.models import ANIMALS, LOOPS
 
+_GONE = ("TaskLostError", "LostRankError")
+
 RIGHT = 1e-10
 """The largest difference of any weight, buffer or loss that is one of rounding."""
 
@@ -95,7 +97,7 @@ def cell(replicas: Replicas, name: str, column: str, right: dict[str, Any]) -> C
     wrong = [
         f"{each['error']}\n{each['trace']}"
         for each in found
-        if "error" in each and not (refused and each["error"].startswith("TaskLostError"))
+        if "error" in each and not (refused and each["error"].startswith(_GONE))
     ]
     if wrong or (refused and any("weights" in each for each in found)):
         return Cell(error="\n".join([*wrong, *refused]))

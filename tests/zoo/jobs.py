@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 import spartito as sp
 from spartito.errors import UserError
+from tests.replicas import warns
 from tests.strategies.jobs import make_strategy, weights
 from tests.zoo import doubled, plain
 from tests.zoo.models import ANIMALS, BATCH, CLIP, EXAMPLES, LOOPS
@@ -32,6 +33,7 @@ class Losses(sp.Callback):
         self.seen.append(float(logs["loss"]))
 
 
+@warns(r"\d+ tensors stay whole where they do not divide")
 def train(name: str, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
     """The training ``name`` under a strategy: what `plain.train` returns, or who refused it."""
     made = None

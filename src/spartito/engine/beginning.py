@@ -31,7 +31,7 @@ class BeginAtLosses(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        if func not in _LOSSES or not args:
+        if func not in _LOSSES or not args or named.get("reduction") == "none":
             return func(*args, **named)
         if not self._had_gradients and not torch.is_grad_enabled():
             torch.set_grad_enabled(True)  # also for what the loss is divided by later
@@ -56,17 +56,5 @@ class BeginAtLosses(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
 
-_NAMES = (
-    "binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy "
-    "ctc_loss gaussian_nll_loss hinge_embedding_loss huber_loss kl_div l1_loss log_softmax "
-    "logsigmoid margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss "
-    "multilabel_soft_margin_loss nll_loss poisson_nll_loss smooth_l1_loss soft_margin_loss "
-    "triplet_margin_loss"
-)
-_LOSSES = frozenset(
-    (
-        *(getattr(functional, name) for name in _NAMES.split()),
-        torch.log_softmax, torch.logsumexp, Tensor.log_softmax, Tensor.logsumexp,
-    )
-)  # fmt: skip
-"""What is a loss, or begins one."""
+_LOSSES = frozenset((functional.cross_entropy, functional.nll_loss))
+"""Those that count by themselves, whatever was picked for them before."""

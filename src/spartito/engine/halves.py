@@ -85,17 +85,18 @@ def compare_halves(
         torch.set_rng_state(state)
     again, *halves = parts
     tolerance = _TOLERANCE.get(found.value.dtype, _LOW_PRECISION)
-    whole = [float(found.total), float(found.weight)]
-    if not _close(whole, [float(again.total), float(again.weight)], tolerance):
+    if not _make(found, [again], tolerance):
         return None  # it draws at random, or counts its calls
-    sums = [sum(float(half.total) for half in halves), sum(float(half.weight) for half in halves)]
-    return _close(whole, sums, tolerance)
+    return _make(found, halves, tolerance)
 
 
-def _close(whole: list[float], parts: list[float], tolerance: float) -> bool:
-    """Whether sums and weights agree."""
-    pairs = zip(whole, parts, strict=True)
-    return all(abs(one - other) <= tolerance * max(abs(one), abs(other)) for one, other in pairs)
+def _make(whole: WeightedLoss, parts: list[WeightedLoss], tolerance: float) -> bool:
+    """Whether the sums and the weights of ``parts`` add up to those of ``whole``."""
+    pairs = [
+        (float(whole.total), [float(part.total) for part in parts]),
+        (float(whole.weight), [float(part.weight) for part in parts]),
+    ]
+    return all(abs(one - sum(all_)) <= tolerance * sum(map(abs, all_)) for one, all_ in pairs)
 
 
 def _part(loss: LossFunction, output: Any, batch: Batch, begin: int, end: int) -> WeightedLoss:

@@ -182,10 +182,21 @@ def look_at_own(
     return (mapped(output, Tensor.detach) if from_first else output), found
 
 
-def tells_nothing(output: Any) -> bool:
-    """Whether the loss that a model computed is a scalar without any graph."""
+def needs_all(model: nn.Module, batch: Batch, output: Any, found: WeightedLoss) -> bool:
+    """Whether the graph of all layers tells of a model's loss what one that begins there hides.
+
+    Args:
+        model: A model that computes its loss.
+        batch: What it got.
+        output: What it returned without the graph of all layers.
+        found: The loss in it.
+    """
     loss = own_loss(output)
-    return isinstance(loss, Tensor) and not loss.dim() and loss.grad_fn is None
+    if not isinstance(loss, Tensor) or loss.dim() or (loss.requires_grad and not found.is_guess):
+        return False
+    with torch.enable_grad():
+        loss = own_loss(forward(model, batch.data, has_loss=False))
+        return divisor(loss, batch.size) is not None
 
 
 def of_torch(loss: LossFunction) -> bool:

@@ -10,9 +10,9 @@ number that divides it. Below a term it only looks whether examples are compared
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import isclose, prod
+from math import inf, isclose, prod
 
 from torch import Tensor
 
@@ -67,6 +67,7 @@ class _Term:
         count: What it added up, where ``weight`` is something else.
         is_full: It counts all elements, equally many of each example.
         is_rows: As many as there are examples.
+        is_mean: No number says so.
         added: See `Divisor`.
         doubt: What the graph does not tell.
     """
@@ -76,6 +77,7 @@ class _Term:
     count: float | None = None
     is_full: bool = False
     is_rows: bool = False
+    is_mean: bool = False
     added: float = 0.0
     doubt: str = ""
 
@@ -153,13 +155,13 @@ def _joined(terms: list[_Term], size: int) -> Divisor | None:
     divided = _resolved([term for term in terms if term.weight is not None])
     chosen = next((term for term in divided if not term.is_rows), None)
     weight = float(size) if chosen is None or chosen.weight is None else chosen.weight
-    for term in (*divided, *terms):
+    for term in divided:
         if term.doubt:
             return Divisor(weight, term.doubt, is_guess=True)
     if len(divided) < len(terms):
         return Divisor(weight, NOT_A_MEAN) if divided else Divisor(0.0, is_sum=True)
     if chosen is None:
-        return None
+        return None if all(term.is_mean for term in divided) else Divisor(weight)
     full = all(term.is_full for term in divided)
     same = full or _all_equal([term.weight for term in divided if term.weight is not None])
     return Divisor(weight, "" if same else SEVERAL, added=chosen.added)
@@ -233,8 +235,10 @@ def _scaled(
         return [(left, divisors if other.dim() else (*divisors, _read(other)))]
     elif not divides:
         other = factor(node)
-        if other is not None and other.is_cpu and not other.dim() and 0 < float(other) < 1:
-            divisors = (_Reciprocal(1 / float(other)), *divisors)
+        if other is not None and other.is_cpu and not other.dim():
+            number = float(other)
+            if 0 < number <= 1 or number == inf:
+                divisors = (_Reciprocal(1 / number), *divisors)
         return [(right if left is None else left, divisors)]
     return _unknown(node, size, terms)
 
@@ -321,13 +325,30 @@ def _reduced(
     if kind == "mean":
         terms.append(_of_mean(lowest, below, shape, divisors, size))
     else:
-        found = list(masks(below))
+        found, divisors = list(masks(below)), (*divisors, *_within(below))
         fixed = [prod(shape), *_counts(shape), size]
         term = _sum(lowest, fixed, [*counts, *(total for _, total in found)], divisors)
         if term.weight is None and any(_is_share(*each, shape, 1) for each in found):
             term = replace(term, weight=float(size), doubt=NORMALIZED)
         terms.append(term)
     return []
+
+
+def _within(node: Node) -> Iterator[float | Tensor]:
+    """What all elements are divided by before they are added up: ``(losses * mask / n).sum()``."""
+    for _ in range(STEPS):
+        if node is None:
+            return
+        kind, mask = kind_of(node), factor(node)
+        if kind == "DivBackward1":
+            yield float(node._saved_other)
+        elif kind == "DivBackward0" and len(parents(node)) == 1:
+            other = node._saved_other
+            if not other.dim():
+                yield _read(other)
+        elif mask is None and kind not in LINEAR:
+            return
+        node = next(iter(parents(node)), None)
 
 
 def _over_rows(node: Node, size: int) -> tuple[Node, bool]:
@@ -398,15 +419,19 @@ def _sum(node: Node, fixed: list[int], counts: list[Tensor], divisors: _Divisors
         totals = totals or [float(count) for count in counts]
         number = found.number if isinstance(found, _Reciprocal) else found
         if isinstance(found, _Reciprocal):
-            if number > _FEW and any(isclose(number, n, rel_tol=1e-6) for n in (*fixed, *totals)):
-                return _Term(node, number, is_full=not counts)
+            same = [n for n in (*totals, *fixed) if isclose(number, n, rel_tol=1e-6)]
+            if any(n > _FEW or not n for n in same):
+                return _Term(node, float(same[0]), is_full=not counts)
+            if same and same[0] in totals:
+                return _Term(node, number, doubt=UNKNOWN_DIVISOR.format(f"{number:g}"))
             continue
-        for total in totals:
-            if isclose(number, total, rel_tol=1e-6):
-                return _Term(node, total)
+        if number in totals:
+            return _Term(node, number)
         for total in totals:
             if 0 < number - total <= _SMALL:
                 return _Term(node, total, added=number - total)
+            if isclose(number, total, rel_tol=1e-6):
+                return _Term(node, total)
         if 0 < number <= 1 and 0 in (fixed[0], *totals):  # a count that is 1 at least
             return _Term(node, 0.0)
         if any(isclose(number, count, rel_tol=1e-6) for count in fixed):
@@ -437,7 +462,7 @@ def _over(node: Node, below: Node, shape: tuple[int, ...], size: int) -> _Term:
         if len(above) == 1:
             refuse_pairs(shape_of(each), shape_of(above[0]), size)
         each = above[0] if above else None
-    return _Term(node, float(size), is_full=True, is_rows=True)
+    return _Term(node, float(size), is_full=True, is_rows=True, is_mean=True)
 
 
 def _read(weight: Tensor) -> float | Tensor:

@@ -35,7 +35,7 @@ from spartito.engine.loss import (
     in_dtype,
     look,
     look_at_own,
-    tells_nothing,
+    needs_all,
     weigh,
 )
 from spartito.engine.memory import check_memory
@@ -393,11 +393,9 @@ class ReplicaStrategy(SavingStrategy):
         """
         output, found = look_at_own(pair.model, batch, pair.looks_from_first or False)
         if pair.looks_from_first is None:
-            pair.looks_from_first = False
-            if tells_nothing(output):
-                whole = look_at_own(pair.model, batch, from_first=True)[1]
-                pair.looks_from_first = bool(whole.doubt or whole.weight != batch.size)
-                found = whole
+            pair.looks_from_first = needs_all(pair.model, batch, output, found)
+            if pair.looks_from_first:
+                return look_at_own(pair.model, batch, from_first=True)
         return output, found
 
     @property
