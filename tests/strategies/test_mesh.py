@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import spartito as sp
 from spartito.mesh.collectives import Axis
@@ -431,6 +432,46 @@ def saving_alone(folder: str) -> None:
 def test_a_save_on_one_task_alone_is_named(replicas: Replicas, tmp_path: Path) -> None:
     first, _ = replicas.outcomes(saving_alone, 2, str(tmp_path))
     assert "[save]. All tasks call save, not the chief alone." in first.text
+
+
+def averaged(name: str, options: dict[str, Any]) -> list[Tensor] | str:
+    """What an average holds that was made before the Trainer, and follows each step."""
+    net = mlp()
+    average = AveragedModel(net)
+
+    class Averages(sp.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any) -> None:
+            average.update_parameters(net)
+
+    with sp.strategy(name, **options) as strategy:
+        trainer = sp.Trainer(
+            net,
+            optimizer=torch.optim.SGD(net.parameters(), 0.1),
+            loss=nn.CrossEntropyLoss(),
+            strategy=strategy,
+        )
+        try:
+            trainer.fit(blobs(12), epochs=2, batch_size=4, callbacks=[Averages()], verbose=0)
+        except sp.UserError as error:
+            return str(error)
+    return [parameter.detach().clone() for parameter in average.module.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("mesh", {"mesh": {"model": 2}}), ("pipeline", {"microbatches": 2})]
+)
+def test_an_average_of_a_divided_model_is_refused_by_name(
+    replicas: Replicas, name: str, options: dict[str, Any]
+) -> None:
+    for found in replicas(averaged, 2, name, options):
+        assert "an average of a Sequential of which each task has a part" in found
+
+
+def test_an_average_of_a_whole_model_is_that_of_one_device(replicas: Replicas) -> None:
+    (expected,) = replicas(averaged, 1, "one_device", {})
+    for found in replicas(averaged, 2, "mesh", {"mesh": {"data": 2}}):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=EXACT)
 
 
 def with_sparse_rows(model: int) -> None:

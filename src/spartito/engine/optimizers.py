@@ -96,6 +96,14 @@ def check_undivided(model: nn.Module) -> None:
         )
 
 
+def has_part(model: nn.Module) -> bool:
+    """Whether this task has shards of the model's parameters, or some of its stages."""
+    return any(DIVIDED in vars(module) for module in model.modules()) or any(
+        getattr(parameter, WHOLE_SHAPE, parameter.shape) != parameter.shape
+        for parameter in model.parameters()
+    )
+
+
 def check_whole(model: nn.Module) -> None:
     """Refuse a model of which an earlier strategy has left this task shards."""
     for name, parameter in model.named_parameters():

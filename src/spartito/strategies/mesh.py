@@ -15,6 +15,7 @@ from spartito.checkpoint.saved import Saved
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import WORLD, Rendezvous
+from spartito.engine.averages import watch_averages
 from spartito.engine.buffers import shared_buffers
 from spartito.engine.checksum import ROUNDING, checksum, different, outliers
 from spartito.engine.divided import ELEMENTWISE
@@ -181,6 +182,7 @@ class MeshStrategy(SynchronousStrategy):
         apply.check_same(unwrap(model), self.mesh.axes, self.mesh.coordinates(self.cluster.rank))
         apply.hide(unwrap(model))
         apply.plan(unwrap(model), self.layout, self._names, self._strict)
+        watch_averages()
         return super().prepare(
             model,
             optimizer,
