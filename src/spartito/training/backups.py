@@ -122,7 +122,8 @@ def check_training(path: Path, now: Mapping[str, Any]) -> None:
 
 
 _ADVICE = (
-    "Run what was interrupted again, remove the backup to begin anew, or name another directory."
+    "Run what was interrupted again, remove the backup to begin anew, or name another directory: "
+    "one for each fit, where a script leaves out those that are done."
 )
 
 

@@ -56,7 +56,8 @@ class BackupAndRestore(Callback):
     75; a second run goes on. Only the main thread hears signals.
 
     The folder is this job's alone until it ends: another one is refused. Its fits have numbers in
-    it, over all trainers of the script; one that was interrupted is taken up by the next.
+    it, over all trainers of the script; one that was interrupted is taken up by the next. A script
+    that leaves out fits which are done names a directory for each.
 
     Args:
         directory: Where they are, for every task: a folder, or a URL that fsspec knows, as
