@@ -41,22 +41,41 @@ def test_they_are_a_set(given: tuple[int, list[list[Key]]]) -> None:
             assert [key in made for key in near] == [key in known for key in near]
 
 
-@given(work_items(), st.integers(0, 50), st.integers(0, 800))
+@given(
+    st.integers(1, 9),
+    st.sets(st.integers(0, 849), max_size=6),
+    st.integers(0, 50),
+    st.integers(0, 800),
+)
 def test_what_is_missing_of_a_range(
-    given: tuple[int, list[list[Key]]], start: int, length: int
+    data_shards: int, absent: set[int], start: int, length: int
 ) -> None:
-    data_shards, pushes = given
     keys = Keys(data_shards)
-    for push in pushes:
-        keys.add(push)
+    keys.add(  # all but few: what is overlooked of the last chunk would be missing
+        (1, 0, step, index)
+        for step in range(850)
+        for index in range(data_shards)
+        if step not in absent
+    )
     for index in range(data_shards):
         found = keys.missing(1, 0, index, start, start + length)
         steps = [step for first, last in found for step in range(first, last)]
-        known = set(keys)
-        assert steps == [
-            step for step in range(start, start + length) if (1, 0, step, index) not in known
-        ]
+        assert steps == [step for step in range(start, start + length) if step in absent]
         assert all(a[1] < b[0] for a, b in pairwise(found))
+
+
+def test_there_are_as_many_slices_as_data_shards() -> None:
+    keys = Keys(3)
+    for key, is_one in {
+        (0, 0, 0, 2): True,
+        (0, 0, 0, 3): False,  # its bit would be that of the next step
+        (0, 0, 1, -1): False,
+        (0, 0, -1, 0): False,
+        (-1, 0, 0, 0): False,
+        (0, 0, *divmod(MOST - 1, 3)): True,
+        (0, 0, *divmod(MOST, 3)): False,
+    }.items():
+        assert keys.accepts(key) is is_one, key
 
 
 def test_a_work_item_takes_a_bit() -> None:

@@ -103,6 +103,34 @@ def test_lost_work_of_a_closed_epoch_come_first_and_count_no_more() -> None:
     assert queue.frontier() == (1, 0)
 
 
+@pytest.mark.parametrize(
+    ("shape", "epochs"),
+    [
+        ({"steps_per_pass": 2}, [0, 1, 2]),
+        ({"steps_per_pass": 2, "epoch_steps": 6, "epochs": 1}, [0, 0, 0]),
+        ({"steps_per_pass": 6, "epoch_steps": 2}, [0, 1, 2]),
+    ],
+)
+def test_a_range_of_lost_work_is_of_one_pass_and_one_epoch(
+    shape: dict[str, int], epochs: list[int]
+) -> None:
+    made = plan(**{"data_shards": 1, "epochs": 3, "multiple": 8, "fixed_length": True} | shape)
+    queue = WorkQueue(made)
+    for epoch in epochs:
+        lease = queue.take(0, epoch, 0.0)
+        assert lease is not None
+        queue.finish(lease.id, [1.0], None, 0.0)
+        if queue.is_complete(epoch):
+            queue.close(epoch)
+    first, *others = queue.begun()
+    assert queue.reopen([first._replace(start=1), *others]) == 5
+    found = []
+    while (again := queue.take(0, 0 if made.epochs == 1 else 2, 1.0)) is not None:
+        found.append((again.epoch, again.stop - again.start))
+        queue.finish(again.id, [1.0], None, 1.0)
+    assert found == list(zip(epochs, [1, 2, 2], strict=True))
+
+
 def test_work_lost_while_their_lease_is_out_come_after_it() -> None:
     queue = WorkQueue(plan(data_shards=1, steps_per_pass=8, multiple=4))
     out = queue.take(0, 0, 0.0)

@@ -19,14 +19,17 @@ def overflowing() -> list[tuple[float, float]]:
         torch.manual_seed(0)
         last = nn.Linear(8, 2)
         net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), last)
+        x = torch.ones(16, 4)
         with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.fill_(0.01)
             last.weight[:, :4] = 0.0  # the first task's half of the hidden layer gets nothing
-            last.weight[:, 4:] = 40.0
+            last.weight[:, 4:] = 40.0  # and the other's too much, of errors that are small enough
+            y = net(x) - 0.5
         found = []
         update = torch.optim.SGD(net.parameters(), 1e-6)
         strategy.prepare(net, update, precision="fp16")
-        x = torch.ones(16, 4) * 50
-        for batch in strategy.distribute(sp.data.arrays(x, x[:, :2]).batch(4)):
+        for batch in strategy.distribute(sp.data.arrays(x, y).batch(4)):
             strategy.step(batch, nn.functional.mse_loss)
             found.append((strategy._pairs.only.loss_scale.value, last.bias[0].item()))
         return found
@@ -35,7 +38,9 @@ def overflowing() -> list[tuple[float, float]]:
 def test_an_overflow_on_one_task_is_left_out_on_all(replicas: Replicas) -> None:
     one, other = replicas(overflowing, 2)
     assert one == other
-    assert one[-1][0] < 65536.0
+    scales = [scale for scale, _ in one]
+    assert scales == [65536.0 / 2**step for step in range(1, 5)]  # each was left out
+    assert len({weight for _, weight in one}) == 1
 
 
 class Around(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,9 +52,31 @@ class Residual(nn.Module):
         return out
 
 
-def residual(options: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor]]:
+Hook = Callable[[Tensor], None]
+
+
+def squared(parameter: Tensor) -> None:
+    """As a hook sees it: only of the whole gradient is the square the square."""
+    parameter.register_hook(lambda gradient: 10 * gradient * gradient.abs())
+
+
+def squared_at_once(parameter: Tensor) -> None:
+    """The same as soon as the gradient is there."""
+
+    def change(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(10 * parameter.grad.abs())
+
+    parameter.register_post_accumulate_grad_hook(change)
+
+
+def residual(
+    options: dict[str, Any] | None, hook: Hook | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and values after some updates: by plain torch, or on a mesh."""
     net, losses = Residual(), []
+    if hook is not None:
+        hook(net.head.bias)
     torch.manual_seed(3)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in net.parameters() if p.dim() > 1], "weight_decay": 0.1},
@@ -88,6 +111,16 @@ def test_a_residual_stream_has_the_numbers_of_plain_torch(
     losses, values = residual(None)
     options = {"layout": [("hidden", "model"), *rule], "mesh": {"model": 2}}
     for found, parameters in replicas(residual, 2, options):
+        close([found, dict(parameters)], [losses, dict(values)])
+
+
+@pytest.mark.parametrize("hook", [squared, squared_at_once])
+def test_a_hook_on_a_whole_weight_behind_rows_sees_the_whole_gradient(
+    replicas: Replicas, hook: Hook
+) -> None:
+    losses, values = residual(None, hook)
+    options = {"layout": [("hidden", "model"), ("rows", "model")], "mesh": {"model": 2}}
+    for found, parameters in replicas(residual, 2, options, hook):
         close([found, dict(parameters)], [losses, dict(values)])
 
 

@@ -103,6 +103,21 @@ def test_several_classes(levels: list[float], labels: list[int], cuts: list[int]
     assert value("auc") == pytest.approx(mean(known) if known else float("nan"), nan_ok=True)
 
 
+@given(LEVELS, LABELS, SPLITS, st.sets(st.integers(0, 11)), st.sampled_from([-100, -1, 2]))
+def test_ignored_labels_have_no_part_in_areas(
+    levels: list[float], labels: list[int], cuts: list[int], left_out: set[int], ignored: int
+) -> None:
+    output, target = torch.tensor(levels, dtype=torch.float64).reshape(12, 3), torch.tensor(labels)
+    target[sorted(left_out)] = ignored
+    kept = target != ignored
+    for name in ("auc", "pr_auc"):
+        found = replicated(
+            by_name(name, nn.CrossEntropyLoss(ignore_index=ignored)), output, target, cuts
+        )
+        expected = replicated(by_name(name), output[kept], target[kept], [])
+        assert found == pytest.approx(expected, nan_ok=True)
+
+
 @given(LEVELS, st.lists(st.booleans(), min_size=12, max_size=12), SPLITS)
 def test_yes_or_no(levels: list[float], labels: list[bool], cuts: list[int]) -> None:
     scores = levels[:12]

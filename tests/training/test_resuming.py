@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import spartito as sp
 from spartito.errors import UserError
+from spartito.training.resume import next_epoch
 from tests.training.jobs import data, on_replicas, resume_uneven, trainer
 
 
@@ -123,3 +124,25 @@ def test_an_update_is_gone_on_with_as_it_was_begun(tmp_path: Path) -> None:
     other.load(tmp_path / "saved")
     other.fit(chain(), epochs=1, initial_epoch=0, verbose=0)  # a whole one: nothing waits
     assert other.step == 2  # of 3 batches, and of the last one
+
+
+@pytest.mark.parametrize(
+    ("number", "step", "repeats", "expected"),
+    [
+        (0, 0, 1, 0),
+        (0, 3, 1, 1),  # in the middle of a pass: that order was begun
+        (2, 0, 1, 2),
+        (2, 0, 2, 2),  # between two epochs
+        (1, 0, 2, 2),  # between two passes of one
+        (2, 1, 2, 4),
+        (3, 1, 2, 4),
+        (4, 2, 3, 6),
+        (0, 5, None, 1),
+    ],
+)
+def test_the_next_epoch_begins_with_a_pass_that_nobody_began(
+    number: int, step: int, repeats: int | None, expected: int
+) -> None:
+    chain = sp.data.arrays(torch.zeros(4, 1), torch.zeros(4)).batch(2).repeat(repeats)
+    found = next_epoch({"pass": number, "step": step}, chain)
+    assert found == {"pass": expected, "step": 0}
