@@ -46,8 +46,12 @@ def gpt() -> Made:
 def cats() -> Made:
     torch.manual_seed(0)
     photos = torch.rand(8, 3, 16, 16).double() * 255
+    net = CatsVsDogs().double()
+    for module in net.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # drawn alike in deterministic training alone
     return (
-        CatsVsDogs().double(),
+        net,
         photos,
         torch.arange(8.0).double()[:, None] % 2,
         nn.BCEWithLogitsLoss(),
@@ -209,6 +213,10 @@ MODELS = {
 }
 
 
+PARTED = ("cats", "keeps")
+"""Each microbatch by itself changes what these keep, which deterministic training refuses."""
+
+
 def train(
     name: str, model: str, options: dict[str, Any], optimizer: str = "Adam", steps: int = 10
 ) -> dict[str, Any]:
@@ -217,7 +225,7 @@ def train(
     given = {name: ref(value) for name, value in net.named_parameters()}
     strategy = sp.strategy(name, **options)
     made, optim = strategy.prepare(
-        net, _optimizer(optimizer, model), deterministic=True, clip_norm=0.5
+        net, _optimizer(optimizer, model), deterministic=model not in PARTED, clip_norm=0.5
     )
     data = strategy.distribute(sp.data.arrays(x, y).batch(len(x)))
     losses = []
