@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -10,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spartito.errors import UnwritableError, UserError
-from spartito.storage.atomic import MANIFEST, read_manifest, write_directory
+from spartito.storage.atomic import (
+    FORMAT,
+    MANIFEST,
+    NewerFormatError,
+    read_manifest,
+    write_directory,
+)
 from spartito.storage.remote import (
     PLAN,
     FsspecStore,
@@ -147,6 +154,19 @@ def test_what_cannot_be_read_for_a_moment_is_not_taken_for_cut_off(written: Path
     with pytest.raises(UnreadableError, match="503"):
         remove_all(store)
     assert {*before} - {*store.files} <= {f"{called(1)}/{n}" for n in ("a", "b", MANIFEST, PLAN)}
+
+
+def test_what_a_later_version_wrote_is_not_taken_for_cut_off(written: Path) -> None:
+    store = Memory()
+    upload(store, written / "1", called(1))
+    for name in (PLAN, MANIFEST):
+        newer = json.loads(store.files[f"{called(1)}/{name}"]) | {"format": FORMAT + 1}
+        store.files[f"{called(1)}/{name}"] = json.dumps(newer).encode()
+    before = dict(store.files)
+    for work in (whole_ones, remove_all):
+        with pytest.raises(NewerFormatError):
+            work(store)
+    assert store.files == before
 
 
 def test_nothing_goes_while_too_few_are_known(written: Path) -> None:
