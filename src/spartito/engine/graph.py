@@ -234,9 +234,12 @@ def masks(node: Node) -> Iterator[tuple[Tensor, Tensor]]:
         kind, mask = kind_of(node), factor(node)
         if mask is not None:
             if mask.dim():
-                whole = mask if whole is None else whole * mask
                 yield mask, mask.sum(dtype=torch.float64)
-                yield whole, whole.expand(shape_of(node)).sum(dtype=torch.float64)
+                shape = shape_of(node)
+                if whole is not None or mask.shape != shape:
+                    whole = mask if whole is None else whole * mask
+                    yield whole, whole.expand(shape).sum(dtype=torch.float64)
+                whole = mask if whole is None else whole
         elif kind == "MaskedFillBackward0":
             yield node._saved_mask, (~node._saved_mask).sum()
         elif kind == "WhereBackward0":
