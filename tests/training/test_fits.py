@@ -184,6 +184,19 @@ def test_a_rate_that_collapses_within_an_epoch(
         assert len(caplog.records) == said
 
 
+@pytest.mark.parametrize(("steps", "epochs"), [(3, 1), (3, 3), (4, 3)])
+def test_a_cycle_that_ends_with_a_short_epoch_has_not_collapsed(
+    steps: int, epochs: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    total = steps * epochs
+    made = trainer(
+        scheduler=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=total)
+    )
+    made.fit(data(4 * steps), epochs=epochs, batch_size=4, verbose=0)
+    assert made.step == total
+    assert not caplog.records
+
+
 def test_a_plateau_watches_what_it_is_told() -> None:
     def plateau(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.ReduceLROnPlateau(

@@ -22,6 +22,8 @@ COLLAPSE = 0.01
 """A rate that stays below this part of what it was at the beginning of the epoch has collapsed."""
 LONG = 0.25
 """The part of an epoch that it must stay there: a cosine that ends with the epoch does not."""
+FEW = 2
+"""And the batches that are computed with it: a schedule that ends as planned has one."""
 
 
 class Schedule:
@@ -76,12 +78,12 @@ class Schedule:
         """After ``batches`` of the epoch's ``steps``, which made ``updates`` global steps."""
         if self.scheduler is None or self._by_epoch:
             return
+        self._low = self._low + batches if self._rate() < COLLAPSE * self._first else 0
         left_out = min(self.ahead, updates)
         self.ahead -= left_out
         for _ in range(updates - left_out):
             self.scheduler.step()
         self._seen += batches
-        self._low = self._low + batches if self._rate() < COLLAPSE * self._first else 0
         if steps is not None:
             self._judge(steps)
 
@@ -107,7 +109,7 @@ class Schedule:
         return max(float(group["lr"]) for group in self.scheduler.optimizer.param_groups)
 
     def _judge(self, steps: int) -> None:
-        if self._warned or self._low < max(1.0, LONG * steps):
+        if self._warned or self._low < max(FEW, LONG * steps):
             return
         self._warned = True
         warn(
