@@ -139,13 +139,16 @@ class Twice(torch.autograd.Function):
         return grads[0].expand(ctx.shape) * 2 / ctx.number
 
 
+apply: Any = Twice.apply
+
+
 def test_halves_end_a_guess_for_good_and_find_what_the_graph_hides() -> None:
     def compare(comparisons: Comparisons, loss: Any, rows: Any = batch) -> WeightedLoss:
         o, y = scores(), labels()
         return comparisons.look(loss, o, rows(o, y), weigh(loss(o, y), rows(o, y)))
 
     def opaque(o: Tensor, y: Tensor) -> Any:
-        return Twice.apply(o)
+        return apply(o)
 
     comparisons = Comparisons()
     assert read(opaque).is_guess
@@ -153,7 +156,7 @@ def test_halves_end_a_guess_for_good_and_find_what_the_graph_hides() -> None:
         assert not compare(comparisons, opaque).doubt
     assert comparisons == Comparisons(0, True)
     for loss in (
-        lambda o, y: Twice.apply(o[y != -100]),
+        lambda o, y: apply(o[y != -100]),
         lambda o, y: (each(o, y) * (each(o, y) / each(o, y).max()).detach()).mean(),
     ):
         assert compare(Comparisons(), loss).doubt

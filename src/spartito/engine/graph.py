@@ -50,7 +50,10 @@ LINEAR = kinds(
 )
 """Of scalars."""
 
-_UNBENT = LINEAR | kinds("MaskedFill Permute T Transpose")
+_OF_MESHES = frozenset(f"_{name}Backward" for name in ("Along", "Enter", "EnterLeaf", "Reduce"))
+"""What tasks that share a tensor do with it (`mesh.collectives`)."""
+
+_UNBENT = LINEAR | _OF_MESHES | kinds("MaskedFill Permute T Transpose")
 """Sums of their inputs, each times a number."""
 
 SAME_ELEMENTS = kinds(
