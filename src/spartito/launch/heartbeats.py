@@ -24,7 +24,7 @@ SHOWN = 4
 """Frames of a stack in a message."""
 STACKS_SECONDS = 3.0
 """For tasks to write their stacks, on a busy machine too."""
-ROOM = 1 << 20
+LEAST = 1 << 20
 """Bytes that a file system must have left for the files of a job: some pages for each task."""
 
 
@@ -72,7 +72,7 @@ class Watched(Protocol):
 
 
 class Heartbeats:
-    """A folder with a file for each task: in this machine's memory, or where there is room.
+    """A folder with a file for each task: in this machine's memory, or else a temporary one.
 
     Args:
         say: Gets a line for the user.
@@ -82,7 +82,7 @@ class Heartbeats:
         beside: A folder that the tasks see too, for these files.
 
     Raises:
-        UserError: There is no room for them, nor for temporary files.
+        UserError: They fit neither there nor beside temporary files.
     """
 
     def __init__(
@@ -225,24 +225,25 @@ class Heartbeats:
 def _new_folder(beside: str) -> Path:
     """A new folder in ``beside``; among temporary files where that is missing, full or read-only.
 
-    Raises `UserError` where neither has room.
+    Raises `UserError` where neither can be written.
     """
     wrong: OSError | None = None
-    for place in (beside, None):
+    for parent in (beside, None):
         try:
-            return _with_room(tempfile.mkdtemp(prefix="spartito-", dir=place))
+            return _tried(tempfile.mkdtemp(prefix="spartito-", dir=parent))
         except OSError as error:
             wrong = error
     raise UserError(
-        f"neither {beside} nor the folder of temporary files has {ROOM >> 20} MiB left: {wrong}",
+        f"neither {beside} nor the folder of temporary files has {LEAST >> 20} MiB left: {wrong}",
         "Free some space there, or set TMPDIR to a folder that can be written.",
     ) from wrong
 
 
-def _with_room(name: str) -> Path:
+def _tried(name: str) -> Path:
+    """A new folder, in which files as large as `LEAST` fit; else an `OSError`, and it is gone."""
     folder, trial = Path(name), Path(name, "trial")
     try:
-        _mapped(trial, ROOM).close()
+        _mapped(trial, LEAST).close()
         trial.unlink()
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)

@@ -112,8 +112,8 @@ class Sink:
     """Where lines of all tasks go: one of our own two streams.
 
     ``erases``: it is a terminal on which a line can be cleared. Two streams that are the same
-    terminal have one ``line``. What cannot be written (nobody reads it any more, the disk is full)
-    is dropped, which ``tells`` says once: a job does not end for want of readers.
+    terminal have one ``line``. Where the disk is full, lines are lost, which ``tells`` says once:
+    a job does not end for them. Who closes our output ends it, as with any program.
     """
 
     stream: BinaryIO
@@ -121,7 +121,7 @@ class Sink:
     erases: bool = False
     line: Line = field(default_factory=Line)
     tells: Sink | None = field(default=None, repr=False)
-    dropped: bool = False
+    told: bool = False
 
     @classmethod
     def of(cls, stream: BinaryIO) -> Sink:
@@ -167,16 +167,17 @@ class Sink:
             while rest:  # without a buffer (python -u) a signal may cut a write short
                 rest = rest[self.stream.write(rest) :]
             self.stream.flush()
-        except OSError as error:
-            self._drop(error)
+        except BrokenPipeError:
+            self._tell("nobody reads stdout any more: the job ends")
+            raise
+        except OSError as error:  # later lines are tried nevertheless
+            self._tell(f"stdout cannot be written ({error.strerror}): lines of the job are lost")
 
-    def _drop(self, error: OSError) -> None:
-        """Say once that the stream cannot be written; later lines are tried nevertheless."""
-        if not self.dropped and self.tells is not None:
-            self.tells.say(
-                f"stdout cannot be written ({error.strerror}): the job goes on, and lines are lost"
-            )
-        self.dropped = True
+    def _tell(self, text: str) -> None:
+        """Say once on the other stream what is wrong with this one."""
+        if not self.told and self.tells is not None:
+            self.tells.say(text)
+        self.told = True
 
     def write_result(self, lines: list[bytes]) -> None:
         """Print the result of the job as it is."""

@@ -205,7 +205,7 @@ def stuck_pairs(findings: Findings) -> Verdicts:
         advice = (
             "An overlay network or a VPN takes 50 to 100 bytes of each packet: set the MTU of the "
             f"interface that {stuck.source} sends by to what passes ('ping -M do -s 1372 HOST' "
-            "tries an MTU of 1400), or let routers answer that a packet is too large (ICMP)."
+            "tries an MTU of 1400), or let routers tell of packets that are too large (ICMP)."
         )
         if findings.uses(stuck.pair):
             yield Verdict("large messages", "error", what, advice, [stuck.source, stuck.target])
