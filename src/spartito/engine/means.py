@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import inf, isclose, prod
+from typing import Any
 
 from torch import Tensor
 
@@ -467,7 +468,10 @@ def _over(node: Node, below: Node, shape: tuple[int, ...], size: int) -> _Term:
 
 def _read(weight: Tensor) -> float | Tensor:
     """A number from the host's memory; elsewhere nobody waits for it."""
-    return float(weight) if weight.is_cpu else weight.detach().view(())
+    if not weight.is_cpu:
+        return weight.detach().view(())
+    number: Any = weight.tolist()  # no operation of torch, as float() is one
+    return float(number)
 
 
 _looks = 8
