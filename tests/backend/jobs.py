@@ -16,10 +16,14 @@ import torch.distributed as dist
 from spartito.backend import connect
 from spartito.collectives.shared_memory import host_key
 from tests.backend.operations import Pending, Step, differences, expected, start
+from tests.replicas import warns
 
 LIMIT = timedelta(seconds=60)  # one that compiles is late
 _KEPT: list[object] = []
 """Groups of gloo, which aborts where its own thread is the last that lets go of one."""
+
+OLD = "`torch.* deprecated"
+"""Of what programs know by an older name, and what torch itself still uses."""
 
 
 def live_on(machine: str) -> None:
@@ -44,6 +48,7 @@ def group_of(backend: str) -> Iterator[int]:
         dist.destroy_process_group()
 
 
+@warns(OLD)
 def steps(backend: str, program: Sequence[Step]) -> list[str]:
     """What is wrong with the results of ``program``; async steps are waited for at its end."""
     wrong: list[str] = []
@@ -68,6 +73,7 @@ def steps(backend: str, program: Sequence[Step]) -> list[str]:
     return wrong
 
 
+@warns(OLD)
 def program(backend: str, name: str, folder: str) -> list[float]:
     """The numbers of ``module.function`` of `tests.backend.programs`; ``folder`` is its own."""
     module, _, function = name.partition(".")
@@ -78,6 +84,7 @@ def program(backend: str, name: str, folder: str) -> list[float]:
     return found
 
 
+@warns(OLD)
 def refusals(backend: str) -> dict[str, tuple[list[str], str]]:
     """What `failing.refused` finds."""
     from tests.backend.failing import refused
@@ -96,6 +103,7 @@ def digest(values: torch.Tensor) -> str:
     return sha256(values.numpy().tobytes()).hexdigest()
 
 
+@warns(OLD)
 def sums(backend: str, floats: int) -> list[str]:
     """The digest of the sum of the ranks' `noise`: all at once, reduced, and in slices."""
     with group_of(backend) as rank:
