@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import current_process
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from spartito.collectives import versions
-from tests.backend.jobs import live_on
+from tests.backend.jobs import OLD, live_on
 
 Call = Callable[[], object]
 LONG = 60.0  # seconds that no passing test comes near
@@ -150,6 +151,7 @@ def forks(pipe: Connection, rank: int, size: int, port: int, limit: float) -> An
 
 def differs(pipe: Connection, rank: int, size: int, port: int, limit: float, how: str) -> Any:
     """All ranks but the last make one call, the last another. Returns the error."""
+    warnings.filterwarnings("ignore", OLD)
     joined(rank, size, port, limit)
     same, other = DIFFERENT[how]
     return error_of(other if rank == size - 1 else same)

@@ -22,7 +22,7 @@ LIMIT = timedelta(seconds=60)  # one that compiles is late
 _KEPT: list[object] = []
 """Groups of gloo, which aborts where its own thread is the last that lets go of one."""
 
-OLD = "`torch.* deprecated"
+OLD = "`?torch.* deprecated"
 """Of what programs know by an older name, and what torch itself still uses."""
 
 
@@ -73,7 +73,7 @@ def steps(backend: str, program: Sequence[Step]) -> list[str]:
     return wrong
 
 
-@warns(OLD)
+@warns(OLD, "FSDP2-wrapped module")
 def program(backend: str, name: str, folder: str) -> list[float]:
     """The numbers of ``module.function`` of `tests.backend.programs`; ``folder`` is its own."""
     module, _, function = name.partition(".")

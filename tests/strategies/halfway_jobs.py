@@ -10,19 +10,28 @@ import torch
 from torch import nn
 
 import spartito as sp
-from tests.strategies.jobs import blobs, make_strategy, mlp
+from tests.strategies.jobs import CLASSES, blobs, make_strategy, mlp
 
 EXAMPLES, BATCH, EPOCHS = 46, 8, 2  # the last batch of an epoch has six examples
 
 
 def figures(
-    name: str, options: dict[str, Any], path: str, at: int, accumulate: int = 1
+    name: str,
+    options: dict[str, Any],
+    path: str,
+    at: int,
+    accumulate: int = 1,
+    weighted: bool = False,
 ) -> dict[str, list[float]]:
-    """Loss and accuracy of a training that is saved after ``at`` batches; 0: goes on from there."""
+    """Loss and accuracy of a training that is saved after ``at`` batches; 0: goes on from there.
+
+    A ``weighted`` mean is of weights that nobody knows before the batches have come.
+    """
     strategy = make_strategy(name, **options)
     net = mlp()
+    loss = nn.CrossEntropyLoss(torch.linspace(0.5, 2, CLASSES).double() if weighted else None)
     trainer = sp.Trainer(
-        net, optimizer=torch.optim.AdamW(net.parameters(), 0.02), loss=nn.CrossEntropyLoss(),
+        net, optimizer=torch.optim.AdamW(net.parameters(), 0.02), loss=loss,
         metrics=["accuracy"], strategy=strategy, accumulate=accumulate,
     )  # fmt: skip
 

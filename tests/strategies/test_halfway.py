@@ -41,16 +41,18 @@ def test_an_epoch_that_is_gone_on_with_has_all_its_figures(
     close(alone, resumed)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", ["mirrored", "central_storage"])
 def test_gradients_that_wait_are_taken_up_once(
-    replicas: Replicas, tmp_path: Path, name: str
+    replicas: Replicas, tmp_path: Path, name: str, weighted: bool
 ) -> None:
     """By one of the replicas that go on, however many these are."""
-    path, expected = str(tmp_path / "saved"), jobs.by_torch(2)
-    close(run(replicas, (name, 2, {}), jobs.figures, path=path, at=3, accumulate=2), expected)
+    given = {"path": str(tmp_path / "saved"), "accumulate": 2, "weighted": weighted}
+    whole = run(replicas, (name, 2, {}), jobs.figures, at=3, **given)
+    if not weighted:
+        close(whole, jobs.by_torch(2))
     for count in (1, 2, 3):
-        resumed = run(replicas, (name, count, {}), jobs.figures, path=path, at=0, accumulate=2)
-        close(resumed, expected)
+        close(run(replicas, (name, count, {}), jobs.figures, at=0, **given), whole)
 
 
 @slow
