@@ -309,7 +309,7 @@ def refusal(where: str, holder: Holder | None) -> UserError:
     who = "another process" if holder is None else str(holder)
     return UserError(
         f"{where} is in use by another job: {who}",
-        "Wait for its end, or end it, or name another place: two jobs would mix what they write.",
+        "Wait for its end, or end it, or name another one: two jobs would mix what they write.",
     )
 
 

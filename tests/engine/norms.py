@@ -79,6 +79,13 @@ class Chunked(nn.BatchNorm2d):
         return torch.cat([super(Chunked, self).forward(part) for part in input.chunk(2)])
 
 
+class Ghost(nn.BatchNorm2d):
+    """Ghost BatchNorm: parts of a size, of which a replica's rows may be one."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.cat([super(Ghost, self).forward(part) for part in input.split(4)])
+
+
 class Folded(nn.BatchNorm2d):
     """Ghost BatchNorm: rows as channels."""
 

@@ -129,7 +129,7 @@ class Three(IdentityCollective):
     world_size = 3
 
 
-@pytest.mark.parametrize("kind", [norms.Chunked, norms.Folded, norms.Split])
+@pytest.mark.parametrize("kind", [norms.Chunked, norms.Ghost, norms.Folded, norms.Split])
 def test_a_norm_over_parts_of_the_rows_is_refused_by_name(kind: type[nn.Module]) -> None:
     model = nn.Sequential(nn.Identity(), kind(2).double())
     synchronize_batchnorm(model)

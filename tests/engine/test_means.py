@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -160,3 +161,50 @@ def test_halves_end_a_guess_for_good_and_find_what_the_graph_hides() -> None:
         lambda o, y: (each(o, y) * (each(o, y) / each(o, y).max()).detach()).mean(),
     ):
         assert compare(Comparisons(), loss).doubt
+
+
+_calls, _kept = 0, {"calls": 0}
+
+
+def counts_by_name(o: Tensor, y: Tensor) -> Tensor:
+    global _calls
+    _calls += 1
+    return ((o - y[..., None].clamp(0)) ** 2).mean() * 0.5**_calls
+
+
+def counts_in_a_table(o: Tensor, y: Tensor) -> Tensor:
+    _kept["calls"] += 1
+    return ((o - y[..., None].clamp(0)) ** 2).mean() * 0.5 ** _kept["calls"]
+
+
+class Counts:
+    """Weighs less with each call, as a loss that is annealed does."""
+
+    calls = 0
+
+    def __call__(self, o: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        return ((o - y[..., None].clamp(0)) ** 2).mean() * 0.5**self.calls
+
+
+def counting() -> Any:
+    calls = 0
+
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return ((o - y[..., None].clamp(0)) ** 2).mean() * 0.5**calls
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [counts_by_name, counts_in_a_table, Counts(), Counts().__call__, counting(),
+     partial(counting()), partial(counts_by_name)],
+)  # fmt: skip
+def test_to_compare_halves_of_a_loss_leaves_its_own_state_alone(loss: Any) -> None:
+    o, y = scores(), labels()
+    first = weigh(loss(o, y), batch(o, y))
+    Comparisons().look(loss, o, batch(o, y), first)
+    assert float(loss(o, y).detach()) == float(first.value.detach()) / 2

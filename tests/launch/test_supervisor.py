@@ -53,7 +53,8 @@ import sys
 for step in range(3):
     sys.stderr.write(f"\\r{step}%")
     sys.stderr.flush()
-    open(sys.argv[0] + ".go").read()
+    with open(sys.argv[0] + ".go") as go:
+        go.read()
 raise ValueError("boom")
 """
 

@@ -198,7 +198,7 @@ BY_ROWS: dict[str, Loss] = {
     "sum_by_rows": lambda o, y: functional.mse_loss(o, hot(y), reduction="sum") / len(o),
     "probabilities": lambda o, y: ce(o[:, 0], hot(y)[:, 0].add(0.1)),
     "mean_then_sum": lambda o, y: each_token(o, y).mean(0).sum(),
-    "long_answers": lambda o, y: each_token(o, y).mean(1).mean(0),
+    "long_texts": lambda o, y: each_token(o, y).mean(1).mean(0),
     "each": lambda o, y: ((o - hot(y)) ** 2).mean((1, 2)),
     "loop": lambda o, y: torch.stack([ce(o[n], y[n].clamp(0)) for n in range(len(o))]).mean(),
     "contrast": lambda o, y: functional.multi_margin_loss(o[:, 0], y[:, 0].clamp(0)),
@@ -213,7 +213,7 @@ SUMS: dict[str, Loss] = {
 }
 
 
-def unit(o: Tensor) -> Tensor:
+def normal(o: Tensor) -> Tensor:
     return functional.normalize(o, dim=-1)
 
 
@@ -224,7 +224,7 @@ def own_weights(y: Tensor) -> Tensor:
 DOUBTFUL: dict[str, Loss] = {
     "root": lambda o, y: functional.mse_loss(o, hot(y)).sqrt(),
     "logarithm": lambda o, y: functional.mse_loss(o, hot(y)).log(),
-    "contrastive": lambda o, y: ce(unit(o[:, 0]) @ unit(o[:, 1]).T, torch.arange(len(o))),
+    "contrastive": lambda o, y: ce(normal(o[:, 0]) @ normal(o[:, 1]).T, torch.arange(len(o))),
     "correlations": lambda o, y: (o[:, 0].T @ o[:, 1] / len(o) - torch.eye(CLASSES)).square().sum(),
     "every_pair": lambda o, y: (o[:, None, 0] - o[None, :, 1]).square().mean(),
     "distances": lambda o, y: torch.cdist(o[:, 0], o[:, 1]).mean(),

@@ -146,6 +146,8 @@ class SynchronizedCalls(SynchronizedForward):
         if context is None:
             return super(SynchronizedForward, self).forward(input, *args, **kwargs)  # type: ignore[misc]
         counts = len(context.offsets)
+        if counts and _TRIED not in self.__dict__:
+            self._try_all_rows(input, context, args, kwargs)
         before = [] if counts else [(each, each.clone()) for each in self.buffers(recurse=False)]
         with _SynchronizedFunctions(self, input, context) as calls:
             output = super(SynchronizedForward, self).forward(input, *args, **kwargs)  # type: ignore[misc]
@@ -154,13 +156,41 @@ class SynchronizedCalls(SynchronizedForward):
                 buffer.copy_(value)
         return output
 
+    @torch.no_grad()
+    def _try_all_rows(
+        self: Any, input: Tensor, context: StepContext, args: tuple[Any, ...], kwargs: Any
+    ) -> None:
+        """Refuse a class that would cut as many rows as the global batch has into parts.
+
+        A replica's rows alone may be too few to show that (ghost BatchNorm). Tried once, on rows
+        that count for nothing.
+        """
+        self.__dict__[_TRIED] = True
+        rows = input.shape[0] * context.global_size // len(context.offsets)
+        whole = input[:1].expand(rows, *input.shape[1:])
+        before = [(each, each.clone()) for each in self.buffers(recurse=False)]
+        drawn = torch.get_rng_state()
+        try:
+            with _SynchronizedFunctions(self, whole, context, is_trial=True):
+                super(SynchronizedForward, self).forward(whole, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            torch.set_rng_state(drawn)
+            for buffer, value in before:
+                buffer.copy_(value)
+
 
 class _SynchronizedFunctions(TorchFunctionMode):
-    """Inside of it the functions of torch that normalize over a batch do so over all replicas."""
+    """Inside of it the functions of torch that normalize over a batch do so over all replicas.
 
-    def __init__(self, module: Any, input: Tensor, context: StepContext) -> None:
+    In a trial they are looked at, and normalize what they get.
+    """
+
+    def __init__(
+        self, module: Any, input: Tensor, context: StepContext, is_trial: bool = False
+    ) -> None:
         super().__init__()
         self._module, self._shape, self._context = module, input.shape, context
+        self._is_trial = is_trial
         self._calls = 0
         self.count = 0.0
         """Rows over all replicas in the last call that took statistics."""
@@ -178,9 +208,11 @@ class _SynchronizedFunctions(TorchFunctionMode):
         if not given.get("training", given.get("use_input_stats")):
             return func(*args, **kwargs)
         if func in _BY_INSTANCE:
-            return self._by_instance(func, found)
+            return func(*args, **kwargs) if self._is_trial else self._by_instance(func, found)
         input: Tensor = given["input"]
         self._check(input.shape, given["running_mean"], given["weight"])
+        if self._is_trial:
+            return func(*args, **kwargs)
         output, mean, variance, count = _normalized(
             input, given["weight"], given["bias"], given["eps"], self._context
         )
@@ -269,7 +301,7 @@ _SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm2d: SyncBatchNorm2d,
     nn.BatchNorm3d: SyncBatchNorm3d,
 }
-_NAME = "_spartito_name"
+_NAME, _TRIED = "_spartito_name", "_spartito_tried"
 
 
 def synchronize_batchnorm(model: nn.Module) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def compare_halves(
     state = torch.get_rng_state()
     try:
         parts = [
-            _part(deepcopy(loss), output, batch, begin, end)
+            _part(_copied(loss), output, batch, begin, end)
             for begin, end in ((0, size), (0, middle), (middle, size))
         ]
     except UserError:
@@ -97,6 +98,27 @@ def _make(whole: WeightedLoss, parts: list[WeightedLoss], tolerance: float) -> b
         (float(whole.weight), [float(part.weight) for part in parts]),
     ]
     return all(abs(one - sum(all_)) <= tolerance * sum(map(abs, all_)) for one, all_ in pairs)
+
+
+def _copied(loss: Any) -> Any:
+    """``loss`` with counters and other state of its own, so that to ask it changes nothing."""
+    if isinstance(loss, partial):
+        return partial(_copied(loss.func), *deepcopy(loss.args), **deepcopy(loss.keywords))
+    if not isinstance(loss, FunctionType):
+        return deepcopy(loss)
+    known = loss.__globals__
+    state = {name: known[name] for name in loss.__code__.co_names if name in known}
+    own = {name: deepcopy(value) for name, value in state.items() if type(value) in _CONTAINERS}
+    cells = tuple(CellType(_copied(cell.cell_contents)) for cell in loss.__closure__ or ())
+    copied = FunctionType(
+        loss.__code__, {**known, **own}, loss.__name__, deepcopy(loss.__defaults__), cells
+    )
+    copied.__kwdefaults__ = deepcopy(loss.__kwdefaults__)
+    return copied
+
+
+_CONTAINERS = (dict, list, set)
+"""Where a module keeps what its functions change, besides names that they bind anew."""
 
 
 def _part(loss: LossFunction, output: Any, batch: Batch, begin: int, end: int) -> WeightedLoss:
