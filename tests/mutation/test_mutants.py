@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.__main__ import explained, verdict
+from tests.mutation.__main__ import EXPLAINED, SOURCES, explained, verdict
 from tests.mutation.mutants import Mutant, mutants, of_source, sample
 from tests.mutation.trees import ROOT, Map, tree
 
@@ -73,6 +73,14 @@ def test_equal_changes_of_one_function_have_names_of_their_own() -> None:
     keys = [one.key for one in mutants(ROOT / "src" / "spartito", ["engine"])]
     assert len(keys) > 100
     assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.slow
+def test_reasons_are_of_mutants_that_there_are() -> None:
+    reasons = explained(EXPLAINED.read_text())
+    files = sorted({key.partition(":")[0] for key in reasons})
+    keys = {one.key for file in files for one in of_source(file, SOURCES / file)}
+    assert reasons.keys() <= keys
 
 
 def test_what_survives_has_a_reason_and_what_has_a_reason_survives() -> None:
