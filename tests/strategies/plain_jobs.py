@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 import spartito as sp
 import spartito.engine.precision
 from spartito.engine.optimizers import unwrap
+from spartito.log import logger
+from tests.replicas import warns
 from tests.strategies.changing_jobs import weights
 
 EXAMPLES, BATCH, EPOCHS = 22, 8, 3  # the last batch of an epoch has 6 rows
@@ -23,7 +26,7 @@ def data(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def build(case: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(3)
-    middle: nn.Module = nn.BatchNorm1d(9) if case.get("norm") else nn.Identity()
+    middle: nn.Module = case["norm"](9) if case.get("norm") else nn.Identity()
     bend = nn.ReLU() if "huge" in case else nn.Tanh()
     net = nn.Sequential(nn.Linear(5, 9), middle, bend, nn.Linear(9, 3)).to(dtype)
     return net, torch.optim.SGD(net.parameters(), 0.3, momentum=0.9)
@@ -115,3 +118,35 @@ def by_strategy(
     strategy.close()
     scale = state.get("loss_scale", {}).get("scale", 1.0)
     return {"weights": weights(unwrap(made.model)), "loss": losses, "scale": scale}
+
+
+def evaluation_refused(name: str, options: dict[str, Any], deterministic: bool) -> str:
+    """What is said against evaluating a norm that has no running statistics."""
+    strategy = sp.strategy(name, **options)
+    x, y = data(torch.float64)
+    net = nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9, track_running_stats=False)).double()
+    trainer = sp.Trainer(
+        net, optimizer=torch.optim.SGD(net.parameters(), 0.1), loss=nn.CrossEntropyLoss(),
+        strategy=strategy, deterministic=deterministic,
+    )  # fmt: skip
+    try:
+        trainer.evaluate(sp.data.arrays(x, y).batch(BATCH))
+    except sp.UserError as error:
+        return str(error)
+    finally:
+        strategy.close()
+    return ""
+
+
+@warns("BatchNorm1d '1' keeps no running statistics")
+def evaluation_warned_of() -> bool:
+    """Whether it is said where training is not deterministic."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        assert not evaluation_refused("mirrored", {}, deterministic=False)
+    finally:
+        logger.removeHandler(handler)
+    return any("keeps no running statistics" in line for line in said)

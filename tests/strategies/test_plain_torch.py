@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.replicas import Replicas
 from tests.strategies import plain_jobs as jobs
@@ -63,10 +64,13 @@ def test_synchronized_batchnorm_is_batchnorm_of_the_global_batch(
     replicas: Replicas, given: tuple[str, int, dict[str, Any]]
 ) -> None:
     name, world_size, options = given
-    case = {"norm": True}
+    case = {"norm": nn.BatchNorm1d}
     expected = jobs.by_torch(case)
     on = {**options, "sync_batchnorm": True}
     for found in replicas(jobs.by_strategy, world_size, name, on, case):
+        compare(found, expected, 1e-12)
+    asks = {} if "ddp" in options.values() else {"norm": nn.SyncBatchNorm}  # torch's DDP refuses it
+    for found in replicas(jobs.by_strategy, world_size, name, options, asks) if asks else ():
         compare(found, expected, 1e-12)
     if world_size > 1:  # without it each replica normalizes its own rows
         local = replicas(jobs.by_strategy, world_size, name, options, case)[0]
@@ -104,3 +108,12 @@ def test_an_overflow_on_one_replica_leaves_the_step_out_on_all(
         compare(each, found[0], 0.0)
         if world_size == 1:
             compare(each, expected, 1e-6)
+
+
+def test_a_norm_without_running_statistics_is_not_evaluated_by_rows_of_each_replica(
+    replicas: Replicas,
+) -> None:
+    for said in replicas(jobs.evaluation_refused, 2, "mirrored", {}, True):
+        assert "BatchNorm1d '1' keeps no running statistics" in said
+    assert replicas(jobs.evaluation_refused, 1, "one_device", {}, True) == [""]
+    assert replicas(jobs.evaluation_warned_of, 2) == [True, True]

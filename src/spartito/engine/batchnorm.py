@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from spartito.collectives.collective import Collective
 from spartito.engine.context import StepContext, current
 from spartito.errors import UserError
+from spartito.log import warn
 
 
 class _SyncNormalize(torch.autograd.Function):
@@ -321,6 +322,34 @@ def takes_statistics(module: nn.Module) -> bool:
     if not isinstance(module, _NormBase) or any(map(is_lazy, module.parameters())):
         return False
     return isinstance(module, _BatchNorm) or module.track_running_stats
+
+
+def asks_for_synchronization(model: nn.Module) -> bool:
+    """Whether ``model`` has torch's own norm over all replicas."""
+    return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+
+
+def check_evaluation(model: nn.Module, deterministic: bool) -> None:
+    """Warn once of a norm that takes statistics of the rows that it is evaluated on.
+
+    Args:
+        model: Of which each replica evaluates other rows.
+        deterministic: Whether figures are to be those of one device.
+
+    Raises:
+        UserError: It is deterministic.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is None:
+            what = (
+                f"{type(module).__name__} {name!r} keeps no running statistics: each replica "
+                "evaluates with those of its own rows, so figures depend on how many there are"
+            )
+            do = "Build it with track_running_stats=True, or evaluate on one device."
+            if deterministic:
+                raise UserError(what, do)
+            warn("%s. %s", what, do)
+            return
 
 
 def _synchronized(kind: Any) -> Any:

@@ -37,6 +37,7 @@ class Pair:
     loss_scale: LossScale
     passes: int = 0
     is_compared: bool = False  # its buffers, after the first update
+    evaluates: bool = False  # whether its norms may evaluate parts of batches
     comparisons: Comparisons = field(default_factory=Comparisons)
     looks_from_first: bool | None = None  # at a loss of the model's own: what all its layers tell
     kept: Undo | None = None  # what was in the buffers

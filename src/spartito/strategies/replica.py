@@ -21,7 +21,13 @@ from spartito.data.collate import count_rows, rows
 from spartito.data.dataset import Dataset
 from spartito.engine import clipping
 from spartito.engine.backward import backward, first_gradient
-from spartito.engine.batchnorm import keeping_statistics, local_batchnorms, synchronize_batchnorm
+from spartito.engine.batchnorm import (
+    asks_for_synchronization,
+    check_evaluation,
+    keeping_statistics,
+    local_batchnorms,
+    synchronize_batchnorm,
+)
 from spartito.engine.context import StepContext, enter
 from spartito.engine.denormals import flushed
 from spartito.engine.devices import choose_device, divide_cores
@@ -67,7 +73,8 @@ class ReplicaStrategy(SavingStrategy):
 
     What is left to the kinds of it: how gradients become an update (`_update`), and who else
     is there. ``device`` None takes this process's own GPU, else the CPU. ``sync_batchnorm``
-    makes BatchNorm one over the global batch; None does so when training is deterministic.
+    makes BatchNorm one over the global batch; None does so when training is deterministic, and
+    where the model has torch's SyncBatchNorm.
     """
 
     _takes_shards = False  # a model that was cut before
@@ -123,7 +130,9 @@ class ReplicaStrategy(SavingStrategy):
         fuse(made, model)
         if self.device.type == "cpu" and self.cluster.rank != NO_RANK:
             check_memory(optimizer_parameters(made), made, self._state_fraction)
-        synchronized = deterministic if self._sync_batchnorm is None else self._sync_batchnorm
+        synchronized = self._sync_batchnorm
+        if synchronized is None:
+            synchronized = deterministic or asks_for_synchronization(model)
         self._synchronized = self._synchronized or synchronized
         if synchronized:
             synchronize_batchnorm(model)
@@ -163,6 +172,7 @@ class ReplicaStrategy(SavingStrategy):
         if not has_rows and not self._runs_without_rows:
             return 0.0, 0.0, None
         pair = self._pairs.meant("evaluate()")
+        self._look_at_norms(pair)
         batch = in_dtype(batch if has_rows else _of_spare_rows(batch), pair.dtype)
         with torch.no_grad(), autocast(pair.precision, self.device):
             if loss is None:
@@ -179,6 +189,7 @@ class ReplicaStrategy(SavingStrategy):
 
     def predict(self, batch: Batch, has_loss: bool) -> Any:
         pair = self._pairs.meant("predict()")
+        self._look_at_norms(pair)
         runs_spare = not batch.size and self._runs_without_rows
         data = in_dtype(_of_spare_rows(batch) if runs_spare else batch, pair.dtype).data
         with torch.no_grad(), autocast(pair.precision, self.device):
@@ -402,6 +413,12 @@ class ReplicaStrategy(SavingStrategy):
     def _divides(self) -> bool:
         """Whether a loss is computed of parts of a global batch."""
         return self.num_replicas > 1
+
+    def _look_at_norms(self, pair: Pair) -> None:
+        """Before a model evaluates parts of batches for the first time: what depends on them."""
+        if self._divides and not pair.evaluates:
+            check_evaluation(pair.model, pair.randomness is not None)
+            pair.evaluates = True
 
     def _look_at(self, found: WeightedLoss, deterministic: bool) -> None:
         """Refuse a loss of which the parts make no exact mean, or say so."""
