@@ -86,17 +86,17 @@ class Gradients(ABC):
             scale_gradients(self.parameters, self.loss_divisor / loss_divisor)
             self.loss_divisor = loss_divisor
 
-    def normalize(self, weight: float, scaled: set[int] | None = None) -> None:
+    def normalize(self, weight: Number, scaled: set[int] | None = None) -> None:
         """Make what waits the mean of its own batch, which weighs so much over all replicas.
 
         Args:
             weight: Of the batch.
             scaled: By id, the parameters to leave out; those that are scaled are added.
         """
-        if weight and not self.normalized:
+        if not self.normalized and (isinstance(weight, Tensor) or weight):
             done = set[int]() if scaled is None else scaled
             own = [parameter for parameter in self.parameters if id(parameter) not in done]
-            scale_gradients(own, self.loss_divisor / weight)
+            scale_gradients(own, quotient(self.loss_divisor, weight))
             done.update(map(id, own))
         self.normalized, self.loss_divisor = True, 1.0
 

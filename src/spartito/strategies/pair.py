@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito.engine.edits import Edits, tell
 from spartito.engine.gradients import Accumulated, Gradients, same
 from spartito.engine.halves import Comparisons
 from spartito.engine.optimizers import optimizer_parameters, unwrap
@@ -44,6 +45,9 @@ class Pair:
     saved: dict[str, Any] | None = None  # what `accumulated` returned for a checkpoint
     taken: int = 0  # how many of its gradients another optimizer's update has cleared
     _known: list[nn.Parameter] = field(default_factory=list)  # all of the optimizer's, none new
+
+    def __post_init__(self) -> None:
+        self.edits = Edits(self.optimizer)
 
     @property
     def new(self) -> list[nn.Parameter]:
@@ -103,6 +107,17 @@ class Pair:
         """The user's names of what learns."""
         names = {id(p): name for name, p in unwrap(self.model).named_parameters()}
         return [names[id(parameter)] for parameter in self.gradients.parameters]
+
+
+def check_unchanged(pair: Pair) -> None:
+    """Refuse gradients that others than the strategy have changed, or warn; see `Edits`."""
+    if pair.passes and not pair.edits.knows_any:
+        return  # they are of `step`
+    for parameter in pair.edits.changed(pair.gradients.parameters):
+        names = {id(p): name for name, p in unwrap(pair.model).named_parameters()}
+        name = names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
+        tell(name, pair.randomness is not None)
+        return
 
 
 def check_taken(pair: Pair) -> None:

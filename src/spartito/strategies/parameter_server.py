@@ -313,6 +313,7 @@ class ParameterServerStrategy(InGroups):
         self._check_computed(pair)
         if self._is_due(pair):
             self.coordination.announce_options()
+            pair.edits.forget()
             self._update(pair, None, 0, False)
 
     def _state(self, pair: Pair) -> dict[str, Any]:

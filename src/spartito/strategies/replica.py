@@ -64,7 +64,7 @@ from spartito.engine.unmade import is_unmade, make_all, making, plan_values
 from spartito.errors import UserError
 from spartito.log import warn
 from spartito.strategies.distributed import StepResult
-from spartito.strategies.pair import Pair, check_taken, take
+from spartito.strategies.pair import Pair, check_taken, check_unchanged, take
 from spartito.strategies.saving import SavingStrategy
 
 
@@ -204,6 +204,9 @@ class ReplicaStrategy(SavingStrategy):
     def backward(self, losses: Any, batch: Batch) -> None:
         found = weigh(losses, batch)
         self._look_at(found, any(pair.randomness is not None for pair in self._pairs.all))
+        sums = self._are_summed_later
+        for pair in self._pairs.all if sums else ():
+            check_unchanged(pair)
         again = [pair for pair in self._pairs.all if pair.gradients.backward_calls]
         loss_divisor = 0.0
         if again:  # what waits becomes the mean of its own batch, and this one joins it as such
@@ -219,8 +222,14 @@ class ReplicaStrategy(SavingStrategy):
             pair.gradients.backward_calls += 1
             pair.taken = 0
         self._backward(self._pairs.all, found, batch, loss_divisor)
-        for pair in self._pairs.all if again else ():
-            pair.gradients.normalize(0.0)
+        scaled = set[int]()
+        for pair in self._pairs.all:
+            if again:
+                pair.gradients.normalize(0.0)
+            elif not sums and pair.accumulate == 1:  # `.grad` is what it is in plain torch
+                pair.gradients.normalize(pair.gradients.weight, scaled)
+            pair.edits.forget()
+            pair.edits.note(pair.gradients.parameters if sums else ())
 
     @flushed
     def update(self, optimizer: Optimizer) -> None:
@@ -230,6 +239,7 @@ class ReplicaStrategy(SavingStrategy):
             raise UserError(what, "In a loop of your own, call it once per so many batches.")
         check_taken(pair)
         self._check_computed(pair)
+        pair.edits.forget()
         take(pair.gradients.parameters, self._pairs.sharing(optimizer))
         self._update(pair, None, 0, False)
 
@@ -263,13 +273,18 @@ class ReplicaStrategy(SavingStrategy):
         return True
 
     def _check_computed(self, pair: Pair) -> None:
-        """Refuse an update of gradients whose weight nobody knows: it would change nothing."""
+        """Refuse an update of gradients that no `backward` has computed as they are.
+
+        Those whose weight nobody knows would change nothing.
+        """
         gradients = pair.gradients
         if not gradients.backward_calls and any(p.grad is not None for p in gradients.parameters):
             raise UserError(
                 "update() without strategy.backward(): it knows not how much these gradients weigh",
                 "Write strategy.backward(loss, batch) in place of loss.backward().",
             )
+        if self._are_summed_later:
+            check_unchanged(pair)
 
     def enter(self, batch: Batch) -> None:
         """Tell the modules that look beyond their replica which batch comes next.
