@@ -127,13 +127,16 @@ def evaluate_loss(loss: LossFunction | None, output: Any, batch: Batch) -> Any:
         if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
             raise TypeError("both are tensors")
         exact = _over_classes if classifies else _over_elements
-        return exact(loss, output, target)
+        found = exact(loss, output, target)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise UserError(
             f"{type(loss).__name__} does not fit an output of {describe(output)} "
             f"and a target of {describe(target)}: {error}",
             "Shapes and dtypes of the model's output and the target must suit the loss.",
         ) from error
+    if isinstance(found, Tensor) and not found.dim():  # torch's means: no graph has to tell
+        return WeightedLoss(found, float(batch.size), float(batch.size))
+    return found
 
 
 def look(loss: LossFunction, output: Any, batch: Batch) -> WeightedLoss:
@@ -368,8 +371,11 @@ IGNORED = -100
 def weigh(given: Any, batch: Batch) -> WeightedLoss:
     """A loss as its user wrote it: a mean, one per example, or ``(sum, weight)``.
 
-    A scalar is a mean over examples, or over what its graph says that it was divided by.
+    A scalar is a mean over examples, or over what its graph says that it was divided by. What is
+    weighed already stays as it is.
     """
+    if isinstance(given, WeightedLoss):
+        return given
     if isinstance(given, tuple) and len(given) == 2:
         number = isinstance(given[1], int | float) or (
             isinstance(given[1], Tensor) and given[1].numel() == 1
