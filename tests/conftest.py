@@ -33,6 +33,9 @@ MANY = 200
 PROGRAMS = {"Commands", "commands_in", "subprocess"}
 """What modules import whose tests start programs: these take longer than their number says."""
 
+OF_OTHERS = ("test_clouds", "test_podman", "test_ray")
+"""Files whose tests start tools that are written in Python: these may warn as they like."""
+
 torch.set_num_threads(1)  # several would wait for each other, spinning, where all cores are busy
 
 
@@ -70,6 +73,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return not whole and count[item.path] < MANY, not starts, -count[item.path]
 
     items.sort(key=order)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Warnings are errors in programs that a test starts, but where some are Python's of others."""
+    marks = {mark.name for mark in item.iter_markers()}
+    if marks & {"docker", "slurm"} or item.path.stem.startswith(OF_OTHERS):
+        for name in known_state.WARNINGS:
+            os.environ.pop(name, None)
+    else:
+        os.environ.update(known_state.WARNINGS)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 UMASK = 0o022
-FIXED = {"LC_ALL": "C.UTF-8", "TZ": "UTC", "PYTHONWARNINGS": "error"}
-"""``PYTHONWARNINGS``: as ``filterwarnings`` of pytest, in all that tests start."""
+WARNINGS = {"PYTHONWARNINGS": "error"}
+"""As ``filterwarnings`` of pytest, in all Python programs that tests start."""
+FIXED = {"LC_ALL": "C.UTF-8", "TZ": "UTC", **WARNINGS}
 
 KEPT = (
     *("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "USER", "LOGNAME"),
