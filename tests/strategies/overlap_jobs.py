@@ -109,6 +109,7 @@ def fit(way: str, options: dict[str, Any], **given: Any) -> tuple[dict[str, Tens
     return result
 
 
+@warns("gradients were changed beside")
 def loop(way: str, bucket_bytes: int) -> tuple[dict[str, Tensor], int, int]:
     """A loop of one's own that does what it likes between backward and update.
 

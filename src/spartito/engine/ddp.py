@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import add
 from typing import Any, cast
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from spartito.collectives.collective import Piggybacked, Reducer, add_piggybacke
 from spartito.collectives.lane import Work
 from spartito.collectives.process_group import ProcessGroupCollective, Scalars
 from spartito.engine.compression import Compression, Whole
+from spartito.engine.edits import rewriting
 from spartito.engine.gradients import (
     Number,
     PackedGradients,
@@ -111,6 +112,8 @@ class Overlapped(Wrapper):
         self._parallel: list[DistributedDataParallel] = []  # in a list: it is no submodule
         self.follow: Callable[[], Callable[[], None] | None] = lambda: None
         """What to call before a forward pass with gradients."""
+        self.optimizer: Callable[[], Optimizer | None] = lambda: None
+        """Whose gradients these are."""
         self.summing: _Summing | None = None
         """What makes the means; None leaves it to DDP."""
         self.finds_unused = False
@@ -181,10 +184,14 @@ class Overlapped(Wrapper):
             return self.module(*args, **kwargs)
         parallel = self._parallel[0]
         self.averaged = self.averaged or self.synchronizes
-        if self.synchronizes and self._forwards < _SETTLED:
-            self._forwards += 1
-            self._group.barrier()  # DDP agrees on its buckets in here
-        with nullcontext() if self.synchronizes else parallel.no_sync():
+        if not self.synchronizes:
+            with parallel.no_sync():
+                return parallel(*args, **kwargs)
+        if self._forwards == _SETTLED:
+            return parallel(*args, **kwargs)
+        self._forwards += 1
+        self._group.barrier()  # DDP agrees on its buckets in here, and moves what waits there
+        with rewriting(self.optimizer()):
             return parallel(*args, **kwargs)
 
 
@@ -215,7 +222,7 @@ class OverlappedGradients(PackedGradients):
         self.compression = compression or Whole()
         if not isinstance(self.compression, Whole):
             model.summing = _Summing(self.compression, collective)
-        model.follow = WeakMethod(self._follow)
+        model.follow, model.optimizer = WeakMethod(self._follow), ref(optimizer)
         self.shares = False
         """Whether other optimizers have some of these parameters."""
         self._is_measured = self._gave_up = False

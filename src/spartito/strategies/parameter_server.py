@@ -50,7 +50,7 @@ from spartito.strategies.in_groups import InGroups
 from spartito.strategies.leased import LeasedCoordination
 from spartito.strategies.leases import Leased
 from spartito.strategies.member_links import joined
-from spartito.strategies.pair import Pair
+from spartito.strategies.pair import Pair, check_unchanged
 from spartito.strategies.pusher import Pusher
 from spartito.strategies.sharing import Placed
 
@@ -301,6 +301,8 @@ class ParameterServerStrategy(InGroups):
         pair = self._pairs.only
         self.coordination.computing.repeats = False
         if pair.accumulate > 1:
+            if self._are_summed_later:
+                check_unchanged(pair)
             pair.gradients.backward_calls = 0  # the batches of one update are one mean
         else:
             self._check_backward()
@@ -313,7 +315,6 @@ class ParameterServerStrategy(InGroups):
         self._check_computed(pair)
         if self._is_due(pair):
             self.coordination.announce_options()
-            pair.edits.forget()
             self._update(pair, None, 0, False)
 
     def _state(self, pair: Pair) -> dict[str, Any]:

@@ -228,8 +228,8 @@ class ReplicaStrategy(SavingStrategy):
                 pair.gradients.normalize(0.0)
             elif not sums and pair.accumulate == 1:  # `.grad` is what it is in plain torch
                 pair.gradients.normalize(pair.gradients.weight, scaled)
-            pair.edits.forget()
-            pair.edits.note(pair.gradients.parameters if sums else ())
+            if sums:
+                pair.edits.note(pair.gradients.parameters)
 
     @flushed
     def update(self, optimizer: Optimizer) -> None:
@@ -239,7 +239,6 @@ class ReplicaStrategy(SavingStrategy):
             raise UserError(what, "In a loop of your own, call it once per so many batches.")
         check_taken(pair)
         self._check_computed(pair)
-        pair.edits.forget()
         take(pair.gradients.parameters, self._pairs.sharing(optimizer))
         self._update(pair, None, 0, False)
 
