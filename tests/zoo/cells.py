@@ -39,7 +39,7 @@ COLUMNS = {
     "sharded 1": Column("sharded", 2, {"zero": 1}),
     "sharded 2": Column("sharded", 2, {"zero": 2, "communication": "sockets"}),
     "sharded 3": Column("sharded", 3, {"zero": 3, "block_bytes": 1024}),
-    "pipeline": Column("pipeline", 2, {"microbatches": 2}, plain={"chunks": 2}),
+    "pipeline": Column("pipeline", 2, {"microbatches": 2}),
     "local_sgd": Column(
         "local_sgd", 2, {"groups": 2, "every": 2}, plain={"groups": 2, "every": 2}, steps=False
     ),
@@ -68,18 +68,9 @@ def rows() -> list[str]:
     return [*ANIMALS, *LOOPS]
 
 
-def looks_at_rows(replicas: Replicas, name: str) -> bool:
-    """Whether the model's numbers depend on which rows it sees together."""
-    found: bool = replicas(plain.looks_at_rows, 1, name)[0]
-    return found
-
-
 def expected(replicas: Replicas, name: str, column: str) -> dict[str, Any]:
     """What plain torch finds."""
-    options = COLUMNS[column].plain
-    if "chunks" in options and (name in LOOPS or not looks_at_rows(replicas, name)):
-        options = {}
-    found: dict[str, Any] = replicas(plain.train, 1, name, **options)[0]
+    found: dict[str, Any] = replicas(plain.train, 1, name, **COLUMNS[column].plain)[0]
     return found
 
 

@@ -337,7 +337,7 @@ class Recurrent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(WORDS, 12, padding_idx=0)
+        self.embed = nn.Embedding(WORDS + 1, 12, padding_idx=0)  # even: a mesh cuts it
         self.rnn = nn.LSTM(12, 10, 2, batch_first=True, bidirectional=True)
         self.head = nn.Linear(20, CLASSES)
 

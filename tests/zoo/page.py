@@ -34,11 +34,10 @@ METHOD = """\
 `python -m tests.zoo --write docs/zoo.md` trains all of it in real processes and writes this \
 page; the slow tests hold each cell against what runs. `mirrored` and `sharded 3` have three \
 replicas, of which the last batch leaves one without rows; `mesh 2x2` has four tasks, the \
-others two. Under `pipeline` plain torch runs models with BatchNorm on the same two \
-microbatches. Under `local_sgd` two groups meet after every second update, and plain torch \
-trains two models in the same way. `parameter_server` has `max_staleness=0`; there, and under \
-`local_sgd`, the losses of single steps are not compared. Transformers computes some norms and \
-losses in fp32; here they stay in fp64.
+others two; `pipeline` has two microbatches. Under `local_sgd` two groups meet after every \
+second update, and plain torch trains two models in the same way. `parameter_server` has \
+`max_staleness=0`; there, and under `local_sgd`, the losses of single steps are not compared. \
+Transformers computes some norms and losses in fp32; here they stay in fp64.
 """
 
 

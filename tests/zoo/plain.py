@@ -28,23 +28,22 @@ def result(weights: dict[str, Tensor], losses: Sequence[Any], final: Any = 0.0) 
     }
 
 
-def train(name: str, groups: int = 1, every: int = 1, chunks: int = 1) -> Result:
+def train(name: str, groups: int = 1, every: int = 1) -> Result:
     """Weights after five steps, the loss of each, and that of all examples in the end.
 
     Args:
         name: Of the architecture.
         groups: Copies that train apart, each on its part of every batch.
         every: After so many updates, and at the end, they take their weighted mean.
-        chunks: Forward and backward passes for each batch, where the model looks at all rows.
     """
     with doubled.in_double():
         torch.manual_seed(3)
         if name in LOOPS:
             return _loop(name, groups, every)
-        return _fit(ANIMALS[name], groups, every, chunks)
+        return _fit(ANIMALS[name], groups, every)
 
 
-def _fit(animal: Animal, groups: int, every: int, chunks: int) -> Result:
+def _fit(animal: Animal, groups: int, every: int) -> Result:
     common = animal.build()
     data = animal.data()
     nets = [common] if groups == 1 else [copy.deepcopy(common) for _ in range(groups)]
@@ -56,11 +55,9 @@ def _fit(animal: Animal, groups: int, every: int, chunks: int) -> Result:
             own = parts(rows, groups)[number]
             weight = animal.weigh(take(data, own))
             optimizer.zero_grad()
-            for chunk in parts(own, chunks, larger=True):
-                loss = cost(animal, net, take(data, chunk))
-                share = animal.weigh(take(data, chunk)) if chunks > 1 else weight
-                (loss * (share / weight)).backward()
-                total += float(loss.detach()) * share
+            loss = cost(animal, net, take(data, own))
+            loss.backward()
+            total += float(loss.detach()) * weight
             nn.utils.clip_grad_norm_(net.parameters(), CLIP)
             optimizer.step()
             whole += weight
@@ -77,21 +74,15 @@ def _fit(animal: Animal, groups: int, every: int, chunks: int) -> Result:
     return result(common.state_dict(), losses, final)
 
 
-def looks_at_rows(name: str) -> bool:
-    """Whether a model has BatchNorm, whose numbers depend on which rows it sees together."""
-    with doubled.in_double():
-        return any(hasattr(part, "running_mean") for part in ANIMALS[name].build().modules())
-
-
 def batches() -> Iterator[range]:
     """The rows of each batch."""
     for first in range(0, EXAMPLES, BATCH):
         yield range(first, min(first + BATCH, EXAMPLES))
 
 
-def parts(rows: range, count: int, larger: bool = False) -> list[range]:
-    """Neighbouring rows, as equal as can be; the smaller parts first, or the larger ones."""
-    ends = [rows.start + (len(rows) * n + larger * (count - 1)) // count for n in range(count + 1)]
+def parts(rows: range, count: int) -> list[range]:
+    """Neighbouring rows, as equal as can be; the smaller parts first."""
+    ends = [rows.start + len(rows) * n // count for n in range(count + 1)]
     return [range(*pair) for pair in pairwise(ends)]
 
 
