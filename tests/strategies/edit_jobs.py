@@ -65,6 +65,7 @@ CHANGES: dict[str, Change] = {
     "nan_to_num_": each(lambda _, grad: grad.nan_to_num_(0.0)),
     "decay": each(lambda p, grad: grad.add_(p, alpha=0.3)),
     "noise": each(lambda _, grad: grad + torch.linspace(-1, 1, grad.numel()).view_as(grad)),
+    "data": each(lambda _, grad: (grad.data.clamp_(-0.01, 0.01), grad)[1]),
     "clip": clip,
 }
 """What makes other numbers where each replica does it to its own part."""

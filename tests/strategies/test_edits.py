@@ -32,7 +32,7 @@ BOTH = [("mirrored", {}, 2), ("multi_worker_mirrored", {"communication": "socket
 
 
 @every_strategy
-@pytest.mark.parametrize("change", ["penalty", "sign_", "noise"])
+@pytest.mark.parametrize("change", ["penalty", "sign_", "noise", "data"])
 def test_deterministic_training_refuses_changes(
     replicas: Replicas, given: Given, change: str
 ) -> None:

@@ -28,14 +28,17 @@ ADVICE = (
 
 
 class Edits:
-    """Tells by identity and version whether gradients are those that a backward pass has left.
+    """Tells whether gradients are those that a backward pass has left.
+
+    By identity and version; those of a CPU also by their norm, as what is written through
+    ``.data`` or by torch's functions of lists leaves no trace in versions.
 
     Args:
         optimizer: Whose gradients.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._left: dict[int, tuple[ref[Tensor] | None, int]] = {}
+        self._left: dict[int, tuple[ref[Tensor], int, str]] = {}
         _install()
         _of_optimizers[optimizer] = self
 
@@ -45,26 +48,35 @@ class Edits:
         Args:
             parameters: Whose gradients.
         """
-        for parameter in parameters:
-            grad = parameter.grad
-            noted = (None, 0) if grad is None else (ref(grad), grad._version)
-            self._left[id(parameter)] = noted
+        for parameter, grad, norm in _with_norms(parameters):
+            self._left[id(parameter)] = ref(grad), grad._version, norm
 
     def changed(self, parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
-        """The parameters whose gradients are others than was noted, and not dropped.
+        """The parameters whose gradients are others than was noted, and more than zeros.
 
         Args:
             parameters: Those to look at. What was not noted had no gradient.
         """
-        for parameter in parameters:
-            if not self._is_left(parameter) and _holds_any(parameter.grad):
+        for parameter, grad, norm in _with_norms(parameters):
+            found = self._left.get(id(parameter))
+            is_left = (
+                found is not None
+                and found[0]() is grad
+                and (found[1], found[2]) == (grad._version, norm)
+            )
+            if not is_left and (grad.layout != torch.strided or bool(grad.any())):
                 yield parameter
 
-    def _is_left(self, parameter: nn.Parameter) -> bool:
-        grad, (found, version) = parameter.grad, self._left.get(id(parameter), (None, 0))
-        if grad is None or found is None:
-            return grad is None and found is None
-        return found() is grad and grad._version == version
+
+def _with_norms(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor, str]]:
+    """The parameters that have a gradient, these, and as a text, where NaN equals itself, norms."""
+    pairs = [(p, p.grad) for p in parameters if p.grad is not None]
+    quick = [grad.detach() for _, grad in pairs if grad.is_cpu and grad.layout == torch.strided]
+    norms = iter(torch._foreach_norm(quick, 1) if quick else ())
+    return [
+        (p, g, str(next(norms).item()) if g.is_cpu and g.layout == torch.strided else "")
+        for p, g in pairs
+    ]
 
 
 def tell(name: str, deterministic: bool) -> None:
@@ -96,13 +108,6 @@ def _say() -> None:
     )
 
 
-def _holds_any(grad: Tensor | None) -> bool:
-    """Whether this is more than zeros, which say no more than no gradient does."""
-    if grad is None:
-        return False
-    return grad.layout != torch.strided or bool(grad.any())
-
-
 _of_optimizers: WeakKeyDictionary[Optimizer, Edits] = WeakKeyDictionary()
 
 
@@ -117,9 +122,10 @@ def rewriting(optimizer: Optimizer | None) -> Iterator[None]:
     if edits is None or optimizer is None:
         yield
         return
-    left = [p for p in optimizer_parameters(optimizer) if edits._is_left(p)]
+    parameters = optimizer_parameters(optimizer)
+    changed = {id(parameter) for parameter in edits.changed(parameters)}
     yield
-    edits.note(left)
+    edits.note(p for p in parameters if id(p) not in changed)
 
 
 @cache
