@@ -62,6 +62,11 @@ def environment(found: Mapping[str, str], home: str) -> dict[str, str]:
     return {**tools, **kept, **FIXED, "HOME": home, OWN_HOME: home}
 
 
+def of_others() -> dict[str, str]:
+    """The environment for programs of others, which may warn as they like."""
+    return {name: value for name, value in os.environ.items() if name not in WARNINGS}
+
+
 def end() -> None:
     """Remove the home that `begin` made, unless another process made it."""
     if "PYTEST_XDIST_WORKER" not in os.environ:

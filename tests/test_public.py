@@ -22,6 +22,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = [
     {
+        "aside",
         "errors",
         "device",
         "log",

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.known_state import of_others
+
 
 def install(source: Path, target: Path, files: Mapping[str, str]) -> None:
     """Write a package's ``files`` into ``source`` and install it into ``target``."""
@@ -16,4 +18,4 @@ def install(source: Path, target: Path, files: Mapping[str, str]) -> None:
         path.write_text(text)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
     offline = ["--no-index", "--no-build-isolation", "--no-deps", "--target", str(target)]
-    subprocess.run([*pip, *offline, str(source)], check=True, timeout=120)
+    subprocess.run([*pip, *offline, str(source)], check=True, timeout=120, env=of_others())

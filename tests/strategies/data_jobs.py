@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import spartito as sp
 from spartito.errors import CorruptSampleError
+from tests.replicas import warns
 from tests.strategies.jobs import blobs, make_strategy, mlp, weights
 
 
@@ -50,6 +51,7 @@ class Faulty:
         return x[index], y[index]
 
 
+@warns(r"skipped \(")
 def corrupt_examples(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Examples that cannot be read keep their index with weight 0."""
     strategy = make_strategy(name, **options)
@@ -194,6 +196,7 @@ def padded(found: list[Any]) -> UserDict[str, Tensor]:
     return UserDict(input_ids=column("input_ids", 0), labels=column("labels", -100))
 
 
+@warns(r"\d+ tensors stay whole", "no tensor of the model is cut")
 def tokens(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Sentences of unequal length, padded to the longest of each data shard."""
     strategy = make_strategy(name or None, **options)

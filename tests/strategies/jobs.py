@@ -332,6 +332,7 @@ class Sometimes(nn.Module):
         return out + self.rare(x) * high[:, None] if high.any() else out
 
 
+@warns(r"\d+ tensors stay whole", "no tensor of the model is cut", "every=")
 def unused_parameters(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """One step in which a parameter is used on some replicas only, and one on none."""
     strategy = make_strategy(name, **options)
@@ -352,6 +353,7 @@ def unused_parameters(name: str, options: dict[str, Any]) -> dict[str, Any]:
     return {"weights": state, "kept": kept}
 
 
+@warns("torch.compile is left out on a mesh", "The .grad attribute of a Tensor")
 def low_precision(name: str, options: dict[str, Any], compiled: bool) -> dict[str, Any]:
     """bf16 autocast on a float32 network, also as a compiled module."""
     strategy = make_strategy(name, **options)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from spartito.aside import put_aside
 from spartito.errors import UserError
-from spartito.storage.aside import put_aside
 
 
 class TaskLog:
