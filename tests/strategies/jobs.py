@@ -79,6 +79,7 @@ class Convolutions(nn.Module):
         return out
 
 
+@warns("every=")
 def fit_mlp(
     name: str,
     options: dict[str, Any],

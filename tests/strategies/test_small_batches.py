@@ -36,7 +36,10 @@ def test_a_pipelines_are_those_of_microbatches(
     replicas: Replicas, examples: int, batch: int
 ) -> None:
     options = {"kind": "view", "examples": examples, "batch": batch}
-    found = run(replicas, ("pipeline", 2, {"microbatches": 3}), jobs.by_trainer, **options)
+    case: Case = ("pipeline", 2, {"microbatches": 3})
+    with pytest.raises(ReplicaError, match="with the norm 'norm': it sees one of 3 microbatches"):
+        run(replicas, case, jobs.by_trainer, **options)
+    found = run(replicas, case, jobs.by_trainer, **options, deterministic=False)
     close(found, jobs.by_torch(**options, rows=2))  # type: ignore[arg-type]
 
 
