@@ -130,6 +130,7 @@ class Job:
         cluster, options, number = self.cluster, self.options, self.cluster.task.index
         host, port = split_address(self._addresses[number])
         folder = self._folder()
+        listener = listen(server_endpoint(cluster), options.timeout)
         log = PushLog(Path(options.push_log) / f"ps-{number}.log") if options.push_log else None
         part, layout = number // self.rules.replicas, self.vector.layout
         span = self._spans[part]
@@ -137,7 +138,7 @@ class Job:
         name = f"{cluster.task} ({host}:{port})"
         return Server(
             Store(shard, self.rules, gates=part == 0, log=log),
-            listen(server_endpoint(cluster), options.timeout),
+            listener,
             name=name,
             chief=cluster.name_of(0),
             wire_dtype=options.wire_dtype,
