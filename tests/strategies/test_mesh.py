@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -411,12 +412,18 @@ def test_a_layer_that_is_exchanged_starts_with_the_chiefs_values(replicas: Repli
 
 
 def saving_alone(folder: str) -> None:
-    """The chief saves by itself in the middle of an epoch."""
+    """The chief saves by itself in the middle of an epoch; the other waits for its error."""
+    over = Path(folder) / "over"
 
     class Saves(sp.Callback):
         def on_train_batch_end(self, batch: int, logs: Any) -> None:
-            if self.trainer.is_chief:
+            if not self.trainer.is_chief:
+                over.read_bytes()
+                return
+            try:
                 self.trainer.save(Path(folder) / "saved")
+            finally:
+                over.write_bytes(b"")
 
     with sp.MeshStrategy(model=2, timeout=3) as strategy:
         net = mlp()
@@ -430,6 +437,7 @@ def saving_alone(folder: str) -> None:
 
 
 def test_a_save_on_one_task_alone_is_named(replicas: Replicas, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "over")
     first, _ = replicas.outcomes(saving_alone, 2, str(tmp_path))
     assert "[save]. All tasks call save, not the chief alone." in first.text
 
