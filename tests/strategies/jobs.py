@@ -206,7 +206,7 @@ def fit_convolutions(name: str, options: dict[str, Any]) -> dict[str, Any]:
     return {"history": history.history, "weights": state}
 
 
-@warns("every=")
+@warns("every=", r"the checkpoint is of \d+ groups")
 def checkpoint_and_resume(
     name: str,
     options: dict[str, Any],

@@ -127,11 +127,12 @@ def by_torch(
                     continue
                 optimizer.zero_grad()
                 weight = float(WEIGHTS[y[part]].sum())
-                each = nn.functional.cross_entropy(
-                    net(x[part]), y[part], weight=WEIGHTS, reduction="sum"
-                )
-                (each / weight).backward()
-                total += each.item()
+                for own in of_replicas(part, len(groups[g]), len(rows) < batch):
+                    each = nn.functional.cross_entropy(
+                        net(x[own]), y[own], weight=WEIGHTS, reduction="sum"
+                    )
+                    (each / weight).backward()
+                    total += each.item()
                 optimizer.step()
                 weighed += weight
                 eaten[g] += weight
@@ -141,6 +142,14 @@ def by_torch(
         losses.append(total / weighed)
     kept = {name: value.clone() for name, value in start.state_dict().items()}
     return {"loss": losses, "weights": kept}
+
+
+def of_replicas(part: list[int], count: int, is_rest: bool) -> list[list[int]]:
+    """What each replica of a group sees of its rows: the forward passes are several."""
+    alone = [[number] for number in range(count)]
+    rows = range(part[0], part[-1] + 1)
+    found = [rows_of(alone, number, rows, len(part) + is_rest) for number in range(count)]
+    return [own for own in found if own]
 
 
 GROUPS = [[0, 1], [2, 3]]
