@@ -39,10 +39,11 @@ def recorded(
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         nonlocal calls
-        calls += output.requires_grad
-        if (index, calls) == (0, every + 1):
+        trains = output.grad_fn is not None  # else it is asked about a part of a batch
+        calls += trains
+        if trains and (index, calls) == (0, every + 1):
             Path(pipe).write_text("go")
-        if (index, calls) == (1, 1):
+        if trains and (index, calls) == (1, 1):
             Path(pipe).read_text()
         return nn.functional.cross_entropy(output, target, reduction="none")
 

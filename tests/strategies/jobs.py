@@ -262,6 +262,7 @@ def checkpoint_and_resume(
     return result
 
 
+@warns("every=", r"the checkpoint is of \d+ groups")
 def load_each(
     name: str, options: dict[str, Any], given: Sequence[tuple[str, str, str]]
 ) -> list[dict[str, Any]]:
