@@ -33,7 +33,7 @@ class Losses(sp.Callback):
         self.seen.append(float(logs["loss"]))
 
 
-@warns(r"\d+ tensors stay whole where they do not divide")
+@warns(r"\d+ tensors stay whole where they do not divide", plain.OLD)
 def train(name: str, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
     """The training ``name`` under a strategy: what `plain.train` returns, or who refused it."""
     made = None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tests.replicas import warns
 from tests.zoo import doubled
 from tests.zoo.models import ANIMALS, BATCH, CLIP, EXAMPLES, LOOPS, Animal, take
 
@@ -28,6 +29,11 @@ def result(weights: dict[str, Tensor], losses: Sequence[Any], final: Any = 0.0) 
     }
 
 
+OLD = "`is_gradient_checkpointing` is deprecated"
+"""What Transformers says of peft."""
+
+
+@warns(OLD)
 def train(name: str, groups: int = 1, every: int = 1) -> Result:
     """Weights after five steps, the loss of each, and that of all examples in the end.
 
