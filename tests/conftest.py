@@ -33,7 +33,7 @@ MANY = 200
 PROGRAMS = {"Commands", "commands_in", "subprocess"}
 """What modules import whose tests start programs: these take longer than their number says."""
 
-OF_OTHERS = ("test_clouds", "test_libraries", "test_podman", "test_ray", "test_torch_cases")
+OF_OTHERS = ("test_clouds", "test_libraries", "test_podman", "test_ray")
 """Files whose tests start programs of others in Python: these may warn as they like."""
 
 torch.set_num_threads(1)  # several would wait for each other, spinning, where all cores are busy

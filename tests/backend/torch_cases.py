@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest import SkipTest
 
+from tests.replicas import warns
+
 MODULE = "torch.testing._internal.distributed.distributed_test"
 PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
 EXCLUDED = Path(__file__).with_name("torch_excluded.txt")
@@ -47,6 +49,7 @@ def _module() -> Any:
     return importlib.import_module(MODULE)
 
 
+@warns("")  # torch's own cases: whatever they like
 def run(backend: str, name: str, folder: str) -> tuple[str, str]:
     """How the case ended on this rank, and why."""
     import torch
