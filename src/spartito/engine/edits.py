@@ -27,17 +27,24 @@ ADVICE = (
 )
 
 
+FIRST = 16
+"""Updates in which norms are taken where training is not deterministic."""
+
+
 class Edits:
     """Tells whether gradients are those that a backward pass has left.
 
     By identity and version; those of a CPU also by their norm, as what is written through
-    ``.data`` or by torch's functions of lists leaves no trace in versions.
+    ``.data`` or by torch's functions of lists leaves no trace in versions. Norms take time.
 
     Args:
         optimizer: Whose gradients.
+        deterministic: Whether norms are taken in all updates, and not in the first ones alone.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, deterministic: bool = False) -> None:
+        self._norms = -1 if deterministic else FIRST
+        self._has_norms = True
         self._left: dict[int, tuple[ref[Tensor], int, str]] = {}
         _install()
         _of_optimizers[optimizer] = self
@@ -48,7 +55,9 @@ class Edits:
         Args:
             parameters: Whose gradients.
         """
-        for parameter, grad, norm in _with_norms(parameters):
+        self._has_norms = self._norms != 0
+        self._norms -= self._norms > 0
+        for parameter, grad, norm in _with_norms(parameters, self._has_norms):
             self._left[id(parameter)] = ref(grad), grad._version, norm
 
     def changed(self, parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
@@ -57,7 +66,7 @@ class Edits:
         Args:
             parameters: Those to look at. What was not noted had no gradient.
         """
-        for parameter, grad, norm in _with_norms(parameters):
+        for parameter, grad, norm in _with_norms(parameters, self._has_norms):
             found = self._left.get(id(parameter))
             is_left = (
                 found is not None
@@ -68,9 +77,13 @@ class Edits:
                 yield parameter
 
 
-def _with_norms(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor, str]]:
+def _with_norms(
+    parameters: Iterable[nn.Parameter], has_norms: bool
+) -> list[tuple[nn.Parameter, Tensor, str]]:
     """The parameters that have a gradient, these, and as a text, where NaN equals itself, norms."""
     pairs = [(p, p.grad) for p in parameters if p.grad is not None]
+    if not has_norms:
+        return [(p, grad, "") for p, grad in pairs]
     quick = [grad.detach() for _, grad in pairs if grad.is_cpu and grad.layout == torch.strided]
     norms = iter(torch._foreach_norm(quick, 1) if quick else ())
     return [

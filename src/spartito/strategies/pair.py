@@ -47,7 +47,7 @@ class Pair:
     _known: list[nn.Parameter] = field(default_factory=list)  # all of the optimizer's, none new
 
     def __post_init__(self) -> None:
-        self.edits = Edits(self.optimizer)
+        self.edits = Edits(self.optimizer, self.randomness is not None)
 
     @property
     def new(self) -> list[nn.Parameter]:
