@@ -132,7 +132,7 @@ def rewriting(optimizer: Optimizer | None) -> Iterator[None]:
         optimizer: Whose gradients; what was no change before is none afterwards.
     """
     edits = None if optimizer is None else _of_optimizers.get(optimizer)
-    if edits is None or optimizer is None:
+    if edits is None or optimizer is None or not edits._left:  # as in `fit`
         yield
         return
     parameters = optimizer_parameters(optimizer)
