@@ -56,8 +56,13 @@ class Edits:
             parameters: Whose gradients.
         """
         self._has_norms = self._norms != 0
+        if not self._has_norms:
+            for parameter in parameters:
+                if (grad := parameter.grad) is not None:
+                    self._left[id(parameter)] = ref(grad), grad._version, ""
+            return
         self._norms -= self._norms > 0
-        for parameter, grad, norm in _with_norms(parameters, self._has_norms):
+        for parameter, grad, norm in _with_norms(parameters):
             self._left[id(parameter)] = ref(grad), grad._version, norm
 
     def changed(self, parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
@@ -66,7 +71,8 @@ class Edits:
         Args:
             parameters: Those to look at. What was not noted had no gradient.
         """
-        for parameter, grad, norm in _with_norms(parameters, self._has_norms):
+        norms = _with_norms if self._has_norms else _without_norms
+        for parameter, grad, norm in norms(parameters):
             found = self._left.get(id(parameter))
             is_left = (
                 found is not None
@@ -77,13 +83,17 @@ class Edits:
                 yield parameter
 
 
-def _with_norms(
-    parameters: Iterable[nn.Parameter], has_norms: bool
-) -> list[tuple[nn.Parameter, Tensor, str]]:
-    """The parameters that have a gradient, these, and as a text, where NaN equals itself, norms."""
+_Found = tuple[nn.Parameter, Tensor, str]
+
+
+def _without_norms(parameters: Iterable[nn.Parameter]) -> list[_Found]:
+    """The parameters that have a gradient, and these."""
+    return [(p, grad, "") for p in parameters if (grad := p.grad) is not None]
+
+
+def _with_norms(parameters: Iterable[nn.Parameter]) -> list[_Found]:
+    """The same, with norms: as a text, where NaN equals itself."""
     pairs = [(p, p.grad) for p in parameters if p.grad is not None]
-    if not has_norms:
-        return [(p, grad, "") for p, grad in pairs]
     quick = [grad.detach() for _, grad in pairs if grad.is_cpu and grad.layout == torch.strided]
     norms = iter(torch._foreach_norm(quick, 1) if quick else ())
     return [
