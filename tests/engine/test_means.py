@@ -13,7 +13,7 @@ from torch.nn import functional
 from spartito.data.batch import Batch
 from spartito.engine.halves import Comparisons
 from spartito.engine.loss import WeightedLoss, look, look_at_own, weigh
-from spartito.engine.means import COMPARES, NOT_A_MEAN, SEVERAL
+from spartito.engine.means import COMPARES, NOT_A_MEAN, SEVERAL, divisor
 
 ce = functional.cross_entropy
 
@@ -208,3 +208,11 @@ def test_to_compare_halves_of_a_loss_leaves_its_own_state_alone(loss: Any) -> No
     first = weigh(loss(o, y), batch(o, y))
     Comparisons().look(loss, o, batch(o, y), first)
     assert float(loss(o, y).detach()) == float(first.value.detach()) / 2
+
+
+def test_a_loss_that_compares_examples_is_seen_after_many_that_do_not() -> None:
+    o = scores()[:, 0]
+    for _ in range(100):
+        assert divisor(ce(o, labels()[:, 0]), SIZE) is None
+    found = [divisor(ce(o @ o.T, torch.arange(SIZE)), SIZE) for _ in range(17)]
+    assert [each.doubt for each in found if each is not None] == [COMPARES]

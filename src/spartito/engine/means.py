@@ -136,11 +136,13 @@ def divisor(loss: Tensor, size: int) -> Divisor | None:
         UserError: An output ``(n, 1)`` met a target ``(n,)``, which makes ``(n, n)`` of them.
     """
     root = loss.grad_fn
-    if root is None or _is_of_classes(root, size):
+    if root is None:
         return None
     terms: list[_Term] = []
     waiting: list[_Path] = [(root, ())]
     try:
+        if _is_of_classes(root, size):
+            return None
         for _ in range(MOST_NODES):
             if not waiting:
                 return _joined(terms, size)
