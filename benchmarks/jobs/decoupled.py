@@ -37,7 +37,7 @@ def main() -> None:
             (folder / f"{task}.began").touch()
         return found
 
-    strategy.step = step  # type: ignore[method-assign]
+    strategy.engine.step = step
     net = sp.models.MnistMLP()
     trainer = sp.Trainer(
         net,

@@ -75,7 +75,7 @@ def ours(side: str, work: Work, plan: Plan) -> dict[str, Any]:
     def meet() -> None:
         if next(before) == 1:  # what was before is not counted
             strategy.coordination.waits(0.0, 1.0)
-        strategy.groups.world.barrier()
+        strategy.engine.groups.world.barrier()
 
     found = time_windows(step, plan, meet)
     waits = strategy.coordination.waits(0.0, sum(found) * plan.steps)

@@ -6,18 +6,20 @@ import json
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 
 import spartito as sp
+from spartito.steps.parameter_server import ParameterServerStep
 
 ROWS, FEATURES, CLASSES, LOCAL_BATCH = 8192, 784, 10, 32
 
 
-class Timed(sp.ParameterServerStrategy):
+class TimedStep(ParameterServerStep):
     """Notes the time at which each step of this task ended; callbacks run on the chief alone."""
 
     times: ClassVar[list[float]] = []
@@ -30,6 +32,13 @@ class Timed(sp.ParameterServerStrategy):
             Path(os.environ["BENCHMARK_FOLDER"], name).touch()
         self.times.append(time.monotonic())
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class Timed(sp.ParameterServerStrategy):
+    """Workers and servers, whose steps are timed."""
+
+    implementation = "lost_task:TimedStep"
 
 
 def main() -> None:
@@ -48,8 +57,8 @@ def main() -> None:
     workers = strategy.num_replicas
     data = sp.data.arrays(torch.randn(ROWS, FEATURES), torch.randint(CLASSES, (ROWS,)))
     trainer.fit(data.batch(LOCAL_BATCH * workers), epochs=epochs, verbose=False)
-    (folder / f"{task}.json").write_text(json.dumps(strategy.times))
-    chief = strategy.coordination.chief
+    (folder / f"{task}.json").write_text(json.dumps(TimedStep.times))
+    chief = cast(Any, strategy.coordination).chief
     if chief is not None:
         found = chief.progress()
         counts = {"updates": found.version, "work_items": found.work_items, "lost": chief.lost,

@@ -26,7 +26,7 @@ import spartito as sp
 from benchmarks.common import flush_denormals
 from spartito.models.gpt import GPT
 from spartito.pipeline.schedules import Action, Order, Shape, Span, bubble, orders, simulate
-from spartito.strategies.pipeline import PipelineStrategy
+from spartito.strategies import PipelineStrategy
 
 VOCABULARY, LAYERS, WIDTH, CONTEXT, BATCH = 65, 8, 128, 128, 32
 Step = Callable[[], float | None]
@@ -69,7 +69,8 @@ def main() -> None:
             if window:
                 found[name].append(time.perf_counter() - began)
             if window and name == "pipeline":
-                actions.append([span for pipe in strategy._pipes.values() for span in pipe.spans])
+                engine: Any = strategy.engine
+                actions.append([span for pipe in engine._pipes.values() for span in pipe.spans])
     compare(losses)
     every: list[Any] = [None] * size
     dist.all_gather_object(every, actions)

@@ -31,9 +31,9 @@ from spartito.ps.client.servers import Servers
 from spartito.ps.protocol.wire import Wire
 from spartito.ps.server.connection import Connection
 from spartito.ps.server.store import Store
-from spartito.strategies import lease_readers
-from spartito.strategies.pusher import Pusher
-from spartito.strategies.replica import ReplicaStrategy
+from spartito.steps import lease_readers
+from spartito.steps.pusher import Pusher
+from spartito.steps.replica import ReplicaStep
 from spartito.training.loop import TrainingLoop
 
 WARM = 300
@@ -103,7 +103,7 @@ def worker_parts() -> Parts:
     """The parts of a worker."""
     parts = Parts()
     parts.wrap(TrainingLoop, "_train_epoch", "fit: metrics, logs, callbacks, counts")
-    parts.wrap(ReplicaStrategy, "_compute", "forward, loss, backward")
+    parts.wrap(ReplicaStep, "_compute", "forward, loss, backward")
     parts.wrap(Servers, "fill", "pack the gradients, their norm")
     parts.wrap(Servers, "result", "reply: wait, read")
     parts.wrap(Link, "fill_model", "copy the values into the model")

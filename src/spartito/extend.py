@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from spartito.engine.optimizers import OptimizerLike
     from spartito.launch.job import JobSpec, Launcher
     from spartito.registry import StrategyInfo
-    from spartito.strategies.base import Strategy
-    from spartito.strategies.coordination import Coordination, SynchronousCoordination
-    from spartito.strategies.distributed import Distributed, Figures, StepResult
-    from spartito.strategies.groups import Groups
-    from spartito.strategies.replica import ReplicaStrategy
-    from spartito.strategies.synchronous import SynchronousStrategy
+    from spartito.steps.coordination import Coordination, SynchronousCoordination
+    from spartito.steps.distributed import Distributed, Figures, StepResult
+    from spartito.steps.groups import Groups
+    from spartito.steps.replica import ReplicaStep
+    from spartito.steps.synchronous import SynchronousStep
+    from spartito.strategies import Strategy
     from spartito.training.callback import Callback, Logs, Training
     from spartito.training.callbacks.loggers import Logger
     from spartito.training.metrics.base import Metric, State, Value
@@ -34,10 +34,10 @@ __getattr__ = _attach(
         "ClassMetric": "spartito.training.metrics.classification",
         "ClusterSpec": "spartito.cluster.spec",
         "Collective": "spartito.collectives.collective",
-        "Coordination": "spartito.strategies.coordination",
-        "Distributed": "spartito.strategies.distributed",
-        "Figures": "spartito.strategies.distributed",
-        "Groups": "spartito.strategies.groups",
+        "Coordination": "spartito.steps.coordination",
+        "Distributed": "spartito.steps.distributed",
+        "Figures": "spartito.steps.distributed",
+        "Groups": "spartito.steps.groups",
         "JobSpec": "spartito.launch.job",
         "Launcher": "spartito.launch.job",
         "Logger": "spartito.training.callbacks.loggers",
@@ -47,14 +47,14 @@ __getattr__ = _attach(
         "MetricFunction": "spartito.training.metrics.mean",
         "OptimizerLike": "spartito.engine.optimizers",
         "Rendezvous": "spartito.collectives.rendezvous",
-        "ReplicaStrategy": "spartito.strategies.replica",
+        "ReplicaStep": "spartito.steps.replica",
         "Resolver": "spartito.cluster.resolver",
         "State": "spartito.training.metrics.base",
-        "StepResult": "spartito.strategies.distributed",
-        "Strategy": "spartito.strategies.base",
+        "StepResult": "spartito.steps.distributed",
+        "Strategy": "spartito.strategies",
         "StrategyInfo": "spartito.registry",
-        "SynchronousCoordination": "spartito.strategies.coordination",
-        "SynchronousStrategy": "spartito.strategies.synchronous",
+        "SynchronousCoordination": "spartito.steps.coordination",
+        "SynchronousStep": "spartito.steps.synchronous",
         "Task": "spartito.cluster.spec",
         "Traffic": "spartito.collectives.collective",
         "Training": "spartito.training.callback",
@@ -81,14 +81,14 @@ __all__ = [
     "MetricFunction",
     "OptimizerLike",
     "Rendezvous",
-    "ReplicaStrategy",
+    "ReplicaStep",
     "Resolver",
     "State",
     "StepResult",
     "Strategy",
     "StrategyInfo",
     "SynchronousCoordination",
-    "SynchronousStrategy",
+    "SynchronousStep",
     "Task",
     "Traffic",
     "Training",

@@ -59,7 +59,7 @@ history = trainer.fit(train, epochs=epochs, callbacks=[Tell()], verbose=0)
 result = {
     "loss": history.history["loss"],
     "weights": [parameter.detach().flatten().tolist() for parameter in net.parameters()],
-    "collective": type(strategy.groups.world).__name__,
+    "collective": type(strategy.engine.groups.world).__name__,
 }
 with open(f"{out}-{strategy.cluster.rank}.json", "w") as file:
     json.dump(result, file)

@@ -32,11 +32,20 @@ INFO = StrategyInfo("theirs", "theirs.strategy:Theirs", one_machine=True)
 WRONG = "no info"
 """
 STRATEGY = """
-from spartito.strategies.synchronous import SynchronousStrategy
+from dataclasses import dataclass
+
+from spartito import Strategy
+from spartito.steps.synchronous import SynchronousStep
 
 
-class Theirs(SynchronousStrategy):
+class TheirStep(SynchronousStep):
     name = "theirs"
+
+
+@dataclass(frozen=True, eq=False)
+class Theirs(Strategy):
+    name = "theirs"
+    implementation = "theirs.strategy:TheirStep"
 """
 SCRIPT = """
 import spartito as sp

@@ -18,7 +18,7 @@ from typing import Any
 def attach(trainer: Any) -> None:
     """Have the steps of ``trainer`` wait as the environment says."""
     if not isinstance(getattr(trainer.strategy.step, "__self__", None), Held):
-        trainer.strategy.step = Held(trainer).step
+        trainer.strategy.engine.step = Held(trainer).step
 
 
 class Held:

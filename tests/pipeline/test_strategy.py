@@ -13,7 +13,7 @@ from spartito.errors import UserError
 from spartito.pipeline.cut import Cut
 from spartito.pipeline.program import record
 from spartito.pipeline.stage import run
-from spartito.strategies.pipeline import PipelineStrategy
+from spartito.strategies import PipelineStrategy
 from tests.pipeline import jobs
 from tests.replicas import Replicas
 
@@ -130,7 +130,7 @@ def test_the_parts_of_a_step_are_refused(replicas: Replicas) -> None:
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError, match=re.escape(text)):
-        PipelineStrategy(**options)
+        _ = PipelineStrategy(**options).engine
 
 
 def test_a_stage_that_ends_without_gradients_leaves_them_on() -> None:

@@ -31,7 +31,7 @@ from spartito.ps.protocol.work import (
 from spartito.ps.scheduler.coordinator import Coordinator
 from spartito.ps.scheduler.local import LocalLink
 from spartito.ps.scheduler.queue import WorkRange
-from spartito.strategies.leases import NO_EPOCH
+from spartito.steps.leases import NO_EPOCH
 from tests.callers import call
 from tests.ps import coordination as co
 

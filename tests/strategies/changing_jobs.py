@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 import spartito as sp
 from spartito.errors import SpartitoError
-from spartito.strategies.base import Strategy
+from spartito.strategies import Strategy
 from tests.replicas import warns
 from tests.strategies.jobs import CLASSES, FEATURES, blobs, make_strategy
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,9 @@ from spartito.collectives.rendezvous import Rendezvous
 from spartito.data.batch import Batch
 from spartito.engine.compression import LowRank
 from spartito.engine.overlap import StreamedGradients
-from spartito.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from spartito.strategies.synchronous import SynchronousStrategy
+from spartito.steps.multi_worker_mirrored import MultiWorkerMirroredStep
+from spartito.steps.synchronous import SynchronousStep
+from spartito.strategies import MultiWorkerMirroredStrategy
 from tests.collectives.group import spec
 from tests.replicas import warns
 
@@ -29,13 +31,20 @@ SMALL, LARGE = 64, 1 << 30
 """Bytes of a bucket: each parameter in one of its own; all gradients at the end, in one sum."""
 
 
+@dataclass(frozen=True, eq=False)
 class Layered(MultiWorkerMirroredStrategy):
+    """Two replicas on each machine."""
+
+    implementation = "tests.strategies.overlap_jobs:LayeredStep"
+
+
+class LayeredStep(MultiWorkerMirroredStep):
     """Two replicas on each machine, by the name that they give it."""
 
     @staticmethod
     def connect(rendezvous: Rendezvous, cluster: ClusterSpec) -> Mapping[str, Collective]:
         rendezvous._host = f"machine {cluster.rank // 2}"
-        return SynchronousStrategy.connect(rendezvous, cluster)
+        return SynchronousStep.connect(rendezvous, cluster)
 
 
 def make(way: str, **options: Any) -> MultiWorkerMirroredStrategy:
@@ -83,7 +92,7 @@ def examples(count: int) -> tuple[Tensor, Tensor]:
 
 def streamed(strategy: MultiWorkerMirroredStrategy) -> int:
     """How many buckets left while backward ran."""
-    (pair,) = strategy._pairs.all
+    (pair,) = strategy.engine._pairs.all
     found = pair.gradients
     return found.overlapped if isinstance(found, StreamedGradients) else 0
 
@@ -134,7 +143,7 @@ def loop(way: str, bucket_bytes: int) -> tuple[dict[str, Tensor], int, int]:
         if step == 17:
             backward(strategy, model, next(batches))
         strategy.update(optimizer)
-    found = strategy._pairs.only.gradients
+    found = strategy.engine._pairs.only.gradients
     rests = found._rests if isinstance(found, StreamedGradients) else 0
     weights = {name: value.clone() for name, value in net.state_dict().items()}
     result = weights, streamed(strategy), rests
@@ -245,7 +254,7 @@ def compressed(
     trainer.fit(examples(80), epochs=1 if phase == "save" else 2, batch_size=8, verbose=0)
     if phase == "save":
         trainer.save(folder)
-    traffic = strategy.groups.world.traffic
+    traffic = strategy.engine.groups.world.traffic
     result = {
         "weights": {name: value.clone() for name, value in net.state_dict().items()},
         "sent": traffic.sent,
@@ -270,7 +279,7 @@ def uneven(way: str, compress: Any, accumulate: int) -> tuple[dict[str, Tensor],
     x, y = examples(29)
     trainer.fit((x.double(), y), epochs=4, batch_size=7, verbose=0)
     weights = {name: value.clone() for name, value in net.state_dict().items()}
-    error = strategy.groups.world.traffic.compression_error
+    error = strategy.engine.groups.world.traffic.compression_error
     strategy.close()
     return weights, error
 
@@ -281,9 +290,9 @@ def left_out(way: str, folder: str) -> list[Tensor]:
     net = Wide()
     strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.05, momentum=0.9))
     strategy.load(Path(folder))
-    found = strategy._compression()
+    found = cast(Any, strategy.engine)._compression()
     assert isinstance(found, LowRank)
-    state = found.state_dict(*strategy._kept)
+    state = found.state_dict(*cast(Any, strategy.engine)._kept)
     sums = [errors.sum(0) for errors in state["errors"].values()]
     strategy.close()
     return sums
@@ -305,10 +314,10 @@ def products(way: str) -> tuple[Tensor, Tensor, Tensor]:
         costs = (model(torch.eye(30).double()) * target.T).sum()
         strategy.backward((costs, batch.size), batch)
         strategy.update(optimizer)
-    found = strategy._compression()
+    found = cast(Any, strategy.engine)._compression()
     assert found is not None
-    group = strategy.groups.data
-    state = found.state_dict(*strategy._kept)
+    group = strategy.engine.groups.data
+    state = found.state_dict(*cast(Any, strategy.engine)._kept)
     kept = state["errors"]["weight"].sum(0)
     applied = before - net.weight.detach()
     everyone = group.all_reduce(given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,14 +15,31 @@ from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import WORLD, Rendezvous
 from spartito.engine.gradients import Gradients
-from spartito.strategies.groups import DATA, MODEL
-from spartito.strategies.pair import Pair
-from spartito.strategies.synchronous import SynchronousStrategy
+from spartito.steps.groups import DATA, MODEL
+from spartito.steps.pair import Pair
+from spartito.steps.synchronous import SynchronousStep
+from spartito.strategies import Strategy
 
 WIDE = 2  # processes of a pair
 
 
-class PairedStrategy(SynchronousStrategy):
+@dataclass(frozen=True, eq=False)
+class PairedStrategy(Strategy):
+    """Ranks 2n and 2n + 1 read data shard n; every forward pass waits for all processes."""
+
+    name = "paired"
+    implementation = "tests.strategies.paired:PairedStep"
+
+
+@dataclass(frozen=True, eq=False)
+class CutStrategy(Strategy):
+    """As before, and each process of a pair has some rows only of every matrix, not as many."""
+
+    name = "cut"
+    implementation = "tests.strategies.paired:CutStep"
+
+
+class PairedStep(SynchronousStep):
     """Ranks 2n and 2n + 1 read data shard n; every forward pass waits for all processes."""
 
     name = "paired"
@@ -52,7 +70,7 @@ class PairedStrategy(SynchronousStrategy):
         assert met.item() == self.cluster.world_size
 
 
-class CutStrategy(PairedStrategy):
+class CutStep(PairedStep):
     """As before, and each process of a pair has some rows only of every matrix, not as many."""
 
     name = "cut"

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import Rendezvous
-from spartito.strategies.groups import one_shard_each
-from spartito.strategies.synchronous import SynchronousStrategy
+from spartito.steps.groups import one_shard_each
+from spartito.steps.synchronous import SynchronousStep
+from spartito.strategies import Strategy
 
 
-class SharingStrategy(SynchronousStrategy):
+@dataclass(frozen=True, eq=False)
+class SharingStrategy(Strategy):
+    """Replicas that may share a GPU."""
+
+    name = "sharing"
+    implementation = "tests.strategies.sharing:SharingStep"
+
+
+class SharingStep(SynchronousStep):
     """DDP's engine on gloo, which brings tensors of a GPU through the host's memory."""
 
     name = "sharing"

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import spartito as sp
 from spartito.engine.sliced import SlicedGradients
-from spartito.strategies.synchronous import SynchronousStrategy
+from spartito.steps.synchronous import SynchronousStep
 
 ROWS, STEPS = 7, 8
 
@@ -200,7 +200,7 @@ def by_replicas(name: str) -> tuple[list[dict[str, Tensor]], int]:
         torch.cat([batch_of(step)[1] for step in range(STEPS)]),
     )
     found, divided = [], 0
-    gradients = strategy._pairs.only.gradients
+    gradients = strategy.engine._pairs.only.gradients
     batches = iter(strategy.distribute(data.batch(ROWS)))
     for step in range(STEPS):
         change(net, optimizer, step, strategy.cluster.rank)
@@ -215,7 +215,7 @@ def by_replicas(name: str) -> tuple[list[dict[str, Tensor]], int]:
 
 def in_fp32(kind: str, divides: bool) -> Mapping[str, Tensor]:
     """Weights and state after 20 steps of an fp32 model of 50,000 parameters."""
-    SynchronousStrategy._divides_updates = divides
+    SynchronousStep._divides_updates = divides
     try:
         strategy = sp.MirroredStrategy()
         torch.manual_seed(0)
@@ -232,9 +232,9 @@ def in_fp32(kind: str, divides: bool) -> Mapping[str, Tensor]:
         ):
             strategy.backward(nn.functional.cross_entropy(net(batch.x), batch.y), batch)
             strategy.update(optimizer)
-        gradients = strategy._pairs.only.gradients
+        gradients = strategy.engine._pairs.only.gradients
         assert getattr(gradients, "_divided", False) == divides
         strategy.close()
         return outcome(net, optimizer)
     finally:
-        SynchronousStrategy._divides_updates = True
+        SynchronousStep._divides_updates = True

@@ -12,12 +12,8 @@ from hypothesis import strategies as st
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.engine.divided import cut
 from spartito.errors import UserError
-from spartito.strategies.central_storage import (
-    CentralStorageStrategy,
-    balanced,
-    homeless,
-    line_offsets,
-)
+from spartito.steps.central_storage import balanced, homeless, line_offsets
+from spartito.strategies import CentralStorageStrategy
 from tests.replicas import ReplicaError, Replicas
 from tests.strategies import central_jobs as jobs
 
@@ -126,7 +122,7 @@ def test_one_replica_keeps_its_own_memory() -> None:
 )
 def test_other_devices_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=f"(?s){message}"):
-        CentralStorageStrategy(cluster=ClusterSpec.alone(), **options)
+        _ = CentralStorageStrategy(cluster=ClusterSpec.alone(), **options).engine
 
 
 @pytest.mark.parametrize(
@@ -141,7 +137,7 @@ def test_other_clusters_are_refused(
 ) -> None:
     cluster = ClusterSpec(addresses, Task("worker", 0), 0, 2, 0, local, "a:1", "a test")
     with pytest.raises(UserError, match=message):
-        CentralStorageStrategy(cluster=cluster)
+        _ = CentralStorageStrategy(cluster=cluster).engine
 
 
 @pytest.mark.parametrize("is_before", [True, False])

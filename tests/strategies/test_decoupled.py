@@ -304,4 +304,4 @@ def test_what_it_cannot_do_is_refused(
     for name, value in tf_config(cluster_of(worker=2, ps=1), "worker", 0).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(sp.UserError, match=re.escape(message)):
-        sp.ParameterServerStrategy(**options)
+        _ = sp.ParameterServerStrategy(**options).engine

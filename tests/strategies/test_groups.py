@@ -15,7 +15,7 @@ from tests.strategies.paired import PairedStrategy
 
 def counted(strategy: sp.Strategy) -> int:
     """Bytes that `coordination` counts for one reduction in the data group."""
-    reducer = strategy.groups.data.reducer(100, torch.float64, torch.device("cpu"))
+    reducer = strategy.engine.groups.data.reducer(100, torch.float64, torch.device("cpu"))
     before = strategy.coordination.traffic.sent
     reducer.reduce((1.0,), 1.0)
     return strategy.coordination.traffic.sent - before
@@ -32,7 +32,7 @@ def facts() -> dict[str, Any]:
         predicted = trainer.predict(x, batch_size=2)
         return {
             "shard": strategy.data_shard,
-            "groups": {name: (g.rank, g.world_size) for name, g in strategy.groups.items()},
+            "groups": {name: (g.rank, g.world_size) for name, g in strategy.engine.groups.items()},
             "read": read,
             "loss": figures["loss"],
             "predicted": predicted,

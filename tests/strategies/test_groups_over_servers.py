@@ -192,4 +192,4 @@ def test_groups_that_cannot_be_are_refused(
     for name, value in tf_config(cluster_of(worker=4, ps=1), "worker", 0).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(sp.UserError, match=re.escape(message)):
-        sp.ParameterServerStrategy(**options)
+        _ = sp.ParameterServerStrategy(**options).engine

@@ -28,8 +28,8 @@ from spartito.cluster.secret import Key
 from spartito.cluster.store.server import Server
 from spartito.errors import UserError
 from spartito.registry import strategy_info
+from spartito.steps.recovering import ElsewhereError, Standing, share_state
 from spartito.strategies import strategy as named_strategy
-from spartito.strategies.recovering import ElsewhereError, Standing, share_state
 from tests import stacks
 from tests.collectives.group import spec
 from tests.commands import eventually
@@ -80,7 +80,9 @@ class Killed(sp.Callback):
         until, strategy = self.plan.alone_until, self.trainer.strategy
         if strategy.cluster.world_size < self.plan.workers and until is not None:
             # They come in after this step, however long their start took.
-            assert self.trainer.step < until or eventually(lambda: strategy.groups.somebody_waits)
+            assert self.trainer.step < until or eventually(
+                lambda: strategy.engine.groups.somebody_waits
+            )
 
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
         if self.plan.asks is None or self.rank != self.plan.asks[0]:
@@ -338,7 +340,7 @@ def test_a_third_less_of_the_tasks_gives_the_same_numbers(tmp_path: Path) -> Non
 def test_what_cannot_recover_is_refused(name: str, options: dict[str, Any]) -> None:
     given = {"recovery": Recovery(), **options}
     with pytest.raises(UserError, match=r"with recovery|recovery with|min_workers=3"):
-        strategy_info(name).load()(cluster=spec(0, 2, 29500), **given)
+        _ = strategy_info(name).load()(cluster=spec(0, 2, 29500), **given).engine
 
 
 def own_loop(recovery: Recovery | None) -> tuple[float, float]:
@@ -370,7 +372,7 @@ def stand_elsewhere() -> str:
     with named_strategy("mirrored", recovery=Recovery()) as strategy:
         own = Standing((0,), False, fit=1 + strategy.cluster.rank, pairs=0)
         try:
-            share_state(strategy.groups.data, [], own, dict)
+            share_state(strategy.engine.groups.data, [], own, dict)
         except ElsewhereError as error:
             return str(error)
     return "nothing"

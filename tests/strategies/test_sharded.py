@@ -192,7 +192,7 @@ def test_what_needs_the_others_is_refused_after_close(
 )
 def test_options_that_cannot_be(options: dict[str, Any], text: str) -> None:
     with pytest.raises(sp.UserError, match=text.replace("(", r"\(")):
-        sp.ShardedStrategy(cluster=ClusterSpec.alone(), device="cpu", **options)
+        _ = sp.ShardedStrategy(cluster=ClusterSpec.alone(), device="cpu", **options).engine
 
 
 @given(st.lists(st.integers(0, 90), min_size=1, max_size=6), st.integers(1, 5))

@@ -16,9 +16,9 @@ from spartito.engine.sharding.copies import VALUES, Copies, Snapshot
 from spartito.engine.sharding.gradients import ShardedGradients
 from spartito.errors import UserError
 from spartito.registry import strategy_info
+from spartito.steps.recovering import ShardsLostError
+from spartito.steps.resharding import Healing
 from spartito.strategies import strategy as named_strategy
-from spartito.strategies.recovering import ShardsLostError
-from spartito.strategies.resharding import Healing
 from tests.collectives.group import spec
 from tests.replicas import Replicas
 from tests.strategies.test_recovery import Plan, Spot, difference, run, without
@@ -166,7 +166,7 @@ def test_a_task_and_the_one_that_keeps_its_copy_are_killed(tmp_path: Path) -> No
 def lose(who: tuple[int, ...], writer: int) -> str:
     """What tasks find when some have lost what they had, and one has written beside an update."""
     with named_strategy("mirrored", communication="sockets") as strategy:
-        group, value = strategy.groups.world, torch.ones(16)
+        group, value = strategy.engine.groups.world, torch.ones(16)
         copies, shard = Copies(group, strategy.cluster.local_rank), [(0, VALUES, {"": value})]
         for _ in range(2):
             copies.look(shard)

@@ -25,8 +25,8 @@ from torch import nn
 import spartito as sp
 from spartito.errors import PreemptedError, UnwritableError, UserError
 from spartito.failpoints import ENV
+from spartito.steps.coordination import SynchronousCoordination
 from spartito.strategies import Strategy
-from spartito.strategies.coordination import SynchronousCoordination
 from spartito.training import fits, preemption
 from spartito.training.backups import LocalBackups
 from spartito.training.interval import BySeconds, interval_of
@@ -351,7 +351,7 @@ TOLD_TWICE = """
 import os, signal, sys
 import spartito as sp
 from threading import Event
-from spartito.strategies import ending
+from spartito.steps import ending
 from tests.training.jobs import data, trainer
 
 class Waits(sp.Callback):

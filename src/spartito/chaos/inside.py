@@ -35,7 +35,7 @@ def attach(trainer: Any) -> None:
     """
     folder = os.environ.get(ENV)
     if folder and not isinstance(getattr(trainer.strategy.step, "__self__", None), Observed):
-        trainer.strategy.step = Observed(trainer, Path(folder)).step
+        trainer.strategy.engine.step = Observed(trainer, Path(folder)).step
 
 
 class Observed:

@@ -6,7 +6,7 @@ file says of which, and where, unless it is all of it. So a file tells by itself
 with whole tensors is what every other program expects, and those that others wrote in several files
 can be read.
 
-**For strategies that cut tensors**: all of saving and loading is in `ReplicaStrategy`. Say in
+**For strategies that cut tensors**: all of saving and loading is in `ReplicaStep`. Say in
 
     def _cuts(self, pair: Pair, section: str) -> Mapping[str, Cut]
 

@@ -13,9 +13,9 @@ from spartito.errors import UserError
 from spartito.log import note
 from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
 from spartito.registry import default_name, strategy_info
-from spartito.strategies.base import Strategy
+from spartito.steps.distributed import StepResult
 from spartito.strategies.central_storage import CentralStorageStrategy
-from spartito.strategies.distributed import StepResult
+from spartito.strategies.declaration import Strategy
 from spartito.strategies.local_sgd import LocalSGDStrategy
 from spartito.strategies.mesh import MeshStrategy
 from spartito.strategies.mirrored import MirroredStrategy
@@ -51,6 +51,7 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
         options = {**_environment_options(), **options}
     _check_options(kind, options)
     made: Strategy = kind(cluster=cluster, **options)
+    made.engine  # noqa: B018 - which refuses what the job cannot have
     if made.is_chief:
         count, tasks = made.num_replicas, cluster.num_computing
         spread = f" on {tasks} tasks" if tasks > count else ""
@@ -74,7 +75,7 @@ def job_strategy() -> Strategy:
         return strategy()
     asked = repr((cluster, *map(os.environ.get, (ENV_STRATEGY, ENV_STRATEGY_OPTIONS))))
     known = _of_the_job.get(asked)
-    if known is None or known.groups.is_closed:
+    if known is None or known.engine.groups.is_closed:
         known = _of_the_job[asked] = strategy()
     return known
 

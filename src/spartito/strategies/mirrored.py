@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from spartito.strategies.synchronous import SynchronousStrategy
+from dataclasses import dataclass
+
+from spartito.strategies.declaration import Strategy
 
 
-class MirroredStrategy(SynchronousStrategy):
-    """One replica per process, all on this machine: shared memory on CPUs, NCCL on GPUs."""
+@dataclass(frozen=True, eq=False)
+class MirroredStrategy(Strategy):
+    """One replica per process, all on this machine: shared memory on CPUs, NCCL on GPUs.
+
+    Args:
+        find_unused_parameters: With "ddp": True searches in every step for parameters that get no
+            gradient, False refuses them, None does what the first update needs.
+    """
 
     name = "mirrored"
-    _recovers = True
+    implementation = "spartito.steps.mirrored:MirroredStep"
+
+    find_unused_parameters: bool | None = None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from spartito.strategies.synchronous import SynchronousStrategy
+from dataclasses import dataclass
+
+from spartito.strategies.declaration import Strategy
 
 
-class OneDeviceStrategy(SynchronousStrategy):
+@dataclass(frozen=True, eq=False)
+class OneDeviceStrategy(Strategy):
     """Everything on one device of one process."""
 
     name = "one_device"
+    implementation = "spartito.steps.one_device:OneDeviceStep"

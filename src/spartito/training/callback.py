@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from spartito.engine.loss import LossFunction
 from spartito.errors import UserError
+from spartito.steps.coordination import Coordination
 from spartito.strategies import Strategy
-from spartito.strategies.coordination import Coordination
 from spartito.training.history import History
 from spartito.training.metrics import Metric
 from spartito.training.modes import Modes

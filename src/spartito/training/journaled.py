@@ -16,8 +16,8 @@ import msgspec
 
 from spartito.data.dataset import Dataset
 from spartito.errors import TaskLostError
+from spartito.steps.leased import LeasedCoordination
 from spartito.storage.tensors import pack_state, unpack_state
-from spartito.strategies.leased import LeasedCoordination
 from spartito.training.callbacks.early_stopping import EarlyStopping, kept_by
 from spartito.training.evaluation import Evaluation
 from spartito.training.history import History

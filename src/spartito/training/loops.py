@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from spartito.data.dataset import Dataset
-from spartito.strategies.leased import LeasedCoordination
+from spartito.steps.leased import LeasedCoordination
 from spartito.training.journaled import JournaledLoop
 from spartito.training.loop import TrainingLoop
 from spartito.training.recovering import RecoveringLoop

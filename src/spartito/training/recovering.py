@@ -22,10 +22,10 @@ from spartito.engine.seed import random_state, set_random_state
 from spartito.errors import TaskLostError
 from spartito.heartbeat import RECOVER, during
 from spartito.log import note
+from spartito.steps.groups import Groups
+from spartito.steps.recovering import ElsewhereError, ShardsLostError, Standing
+from spartito.steps.sharing import Placed
 from spartito.strategies import StepResult
-from spartito.strategies.groups import Groups
-from spartito.strategies.recovering import ElsewhereError, ShardsLostError, Standing
-from spartito.strategies.sharing import Placed
 from spartito.training.callback import hooks
 from spartito.training.callbacks.backup_and_restore import BackupAndRestore
 from spartito.training.callbacks.early_stopping import give_kept, kept_by
@@ -43,7 +43,7 @@ from spartito.training.schedule import scheduler_state
 from spartito.training.stages import AGREE, ALL, CALLBACKS, CONCLUDE, END, TRAIN, Mark
 
 if TYPE_CHECKING:
-    from spartito.strategies.synchronous import SynchronousStrategy
+    from spartito.steps.synchronous import SynchronousStep
     from spartito.training.trainer import Trainer
 
 
@@ -59,7 +59,7 @@ class RecoveringLoop(TrainingLoop):
     def __init__(self, trainer: Trainer, chain: Dataset, before: TrainingLoop | None) -> None:
         super().__init__(trainer, chain, before)
         self._recovering = trainer
-        self._meeting = cast("SynchronousStrategy", trainer.strategy)
+        self._meeting = cast("SynchronousStep", trainer.strategy.engine)
         self._metrics = CarriedMetrics(trainer.metrics)
         self._logs = StepLogs(self._metrics)
         self._stage, self._hook, self._epoch, self._begun = TRAIN, ALL, 0, -1

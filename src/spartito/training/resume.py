@@ -10,7 +10,7 @@ from spartito.checkpoint.manager import CheckpointManager, identify_checkpoint
 from spartito.data.dataset import Dataset
 from spartito.engine.optimizers import unwrap
 from spartito.errors import UserError
-from spartito.strategies.coordination import Coordination
+from spartito.steps.coordination import Coordination
 from spartito.training.callback import Callback
 from spartito.training.sameness import EXAMPLES, OPTIONS, sample
 

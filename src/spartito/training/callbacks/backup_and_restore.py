@@ -17,10 +17,10 @@ from spartito.cluster.limits import time_limit
 from spartito.errors import UserError
 from spartito.folders import hold
 from spartito.log import note
+from spartito.steps.ending import PREEMPTING
 from spartito.storage.atomic import read_manifest
 from spartito.storage.held import HeldStore
 from spartito.storage.remote import FsspecStore, is_remote, local_path
-from spartito.strategies.ending import PREEMPTING
 from spartito.training import fits
 from spartito.training.arguments import known_names
 from spartito.training.backups import BACKUPS, OF, Backups, LocalBackups, check_training, folder_of

@@ -1,70 +1,126 @@
-"""The seam between the trainer and every way of distributing it."""
+"""A strategy: what a user says of how a job trains, and the calls by which he has it done."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spartito import heartbeat
 from spartito.checkpoint.saving import Unwritten
+from spartito.cluster.recovery import Recovery
 from spartito.cluster.resolver import resolve
 from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
 from spartito.data.batch import Batch
-from spartito.engine.denormals import Denormals
+from spartito.engine.devices import choose_device
 from spartito.engine.loss import LossFunction
-from spartito.engine.optimizers import OptimizerLike, unwrap
+from spartito.engine.optimizers import OptimizerLike
 from spartito.errors import UserError
-from spartito.names import nearest
-from spartito.registry import strategy_info, strategy_names
-from spartito.strategies.coordination import Coordination, SynchronousCoordination
-from spartito.strategies.distributed import Distributed, StepResult
-from spartito.strategies.groups import Groups
-from spartito.strategies.pair import Pairs
+from spartito.steps.base import Step
+from spartito.steps.coordination import Coordination
+from spartito.steps.distributed import Distributed, StepResult
 
 
-class Strategy(ABC):
-    """How the tasks of a job compute a step together.
+class _Present:
+    """A field that was given as who is in the job, and tells who trains at present."""
+
+    def __get__(self, strategy: Strategy | None, _: type[Strategy]) -> ClusterSpec:
+        if strategy is None:
+            return None  # type: ignore[return-value]  # the default of the field
+        engine: Step | None = strategy.__dict__.get("engine")
+        return strategy._tasks if engine is None else engine.cluster
+
+    def __set__(self, strategy: Strategy, given: ClusterSpec | None) -> None:
+        job = resolve() if given is None else given
+        is_apart = job.task.type == EVALUATOR
+        strategy.__dict__.update(job=job, _tasks=job.apart() if is_apart else job)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Strategy:
+    """How the tasks of a job train together: a declaration, which several strategies may nest.
+
+    Making one connects to nobody and checks nothing but its own options. The first call that needs
+    the job asks whether its tasks can train so; `prepare` meets the others.
 
     The trainer calls `prepare`, `distribute`, `step`, `flush`, `evaluate`, `predict`, `save` and
-    `load`; all else that it wants to know or agree on is in ``coordination``. Custom loops use
+    `load`; all else that it wants to know or agree on is in `coordination`. Loops of one's own use
     the parts of a step: `distribute`, `backward`, `update`, `reduce`.
 
     Args:
         cluster: All tasks of the job; None asks the environment.
-        flush_denormals: Whether denormal numbers are 0 where it computes.
+        device: Where this process computes; None is its own GPU, else the CPU.
+        sync_batchnorm: Whether BatchNorm is one over the global batch; None: where training is
+            deterministic, and where the model has torch's SyncBatchNorm.
+        timeout: Seconds that a wait for another task may take; None is ``SPARTITO_TIMEOUT``.
+        communication: "auto" is the fastest way that all tasks share: on CPUs shared memory inside
+            a machine and sockets between machines, on GPUs NCCL. "sockets" leaves shared memory
+            out. "process_group" is gloo or NCCL in any case; "ddp" too, and reduces while backward
+            runs, as on GPUs.
+        flush_denormals: Whether denormal numbers are 0 where tasks compute, which is faster.
+        recovery: How a training goes on when a task is lost; None asks ``SPARTITO_RECOVERY``,
+            without which a loss ends it.
 
     Raises:
-        UserError: If `check` refuses the cluster.
+        UserError: For options that exclude each other.
     """
 
     name: ClassVar[str]
-    coordination: Coordination
-    """What the tasks agree on beside the computation."""
-    groups: Groups
-    """The groups that this task is in: "world", "data" and "model"."""
+    """What people call it, as in ``--strategy``."""
+    implementation: ClassVar[str]
+    """Where its step is: ``"package.module:Class"``."""
 
-    def __init__(self, cluster: ClusterSpec | None = None, flush_denormals: bool = True) -> None:
-        self.denormals = Denormals(flush_denormals)
-        self.job = resolve() if cluster is None else cluster
-        if self.is_evaluator:
-            self.cluster = self.job.apart()
-        else:
-            self.cluster = self.job
-            self.check(self.cluster)
-        heartbeat.begin()
-        self._pairs = Pairs()
-        self.groups = Groups.alone()
-        self.coordination = SynchronousCoordination(
-            self.name, self.job, self.cluster, self._pairs, self.groups
-        )
+    if TYPE_CHECKING:
+        cluster: ClusterSpec = field(default=None)  # type: ignore[assignment]  # given by the job
+    else:
+        cluster: ClusterSpec = _Present()
+    device: torch.device | str | None = None
+    sync_batchnorm: bool | None = None
+    timeout: float | None = None
+    communication: str = "auto"
+    flush_denormals: bool = True
+    recovery: Recovery | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device", choose_device(self.device, self.cluster))
+
+    if TYPE_CHECKING:
+        job: ClassVar[ClusterSpec]
+        """All tasks of the job, those that do not train included."""
+        _tasks: ClassVar[ClusterSpec]
+
+    @cached_property
+    def engine(self) -> Step:
+        """What this task does of a step, once the job is known to be able to train so.
+
+        Raises:
+            UserError: If it cannot; the hint names a strategy that can.
+        """
+        module, _, kind = self.implementation.partition(":")
+        made = getattr(import_module(module), kind)
+        known = signature(made).parameters
+        given = {"cluster": self.job}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name in known:
+                given.setdefault(each.name, value)
+            elif value != (None if each.default is MISSING else each.default):
+                raise UserError(f"{each.name}={value!r} under {self.name}", "Leave it out.")
+        found: Step = made(**given)
+        return found
+
+    @property
+    def coordination(self) -> Coordination:
+        """What the tasks agree on beside the computation."""
+        return self.engine.coordination
 
     @property
     def task(self) -> Task:
@@ -87,17 +143,17 @@ class Strategy(ABC):
 
         Tasks that compute one part of the batch together have the same.
         """
-        return self.cluster.rank, self.cluster.world_size
+        return self.engine.data_shard
 
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas that update together."""
-        return self.data_shard[1]
+        return self.engine.num_replicas_in_sync
 
     @property
     def num_replicas(self) -> int:
         """The copies of the model that compute; one may lie on several tasks."""
-        return self.num_replicas_in_sync
+        return self.engine.num_replicas
 
     def check(self, cluster: ClusterSpec) -> None:
         """Refuse a cluster on which this strategy cannot run. Pure.
@@ -108,9 +164,7 @@ class Strategy(ABC):
         Raises:
             UserError: If it is refused; its hint names a strategy that can.
         """
-        if self.name in strategy_names():
-            servers = len(cluster.addresses.get("ps", ()))
-            strategy_info(self.name).check(cluster.world_size, cluster.local_size, servers)
+        self.engine.check(cluster)
 
     def scope(self) -> AbstractContextManager[None]:
         """Where the model and its optimizer are built.
@@ -120,7 +174,6 @@ class Strategy(ABC):
         """
         return nullcontext()
 
-    @abstractmethod
     def prepare(
         self,
         model: nn.Module,
@@ -134,7 +187,8 @@ class Strategy(ABC):
     ) -> tuple[nn.Module, Optimizer]:
         """Take charge of a model and its optimizer; all tasks call it once per pair.
 
-        The tasks meet here at the latest. Replicas start with the chief's values.
+        The tasks meet here at the latest. Replicas start with the chief's values. A parameter
+        server serves here until the job ends, and then exits with 0.
 
         Args:
             model: Any module; it is changed in place and moved to this task's device.
@@ -153,6 +207,10 @@ class Strategy(ABC):
             UserError: For a model, optimizer or setting that cannot be distributed.
             TaskLostError: If a task does not come within the time limit.
         """
+        return self.engine.prepare(
+            model, optimizer, accumulate=accumulate, clip_norm=clip_norm, precision=precision,
+            deterministic=deterministic, seed=seed,
+        )  # fmt: skip
 
     def using(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """A block in which `step`, `evaluate` and their like are about the pair of ``optimizer``.
@@ -165,9 +223,8 @@ class Strategy(ABC):
         Returns:
             A context manager.
         """
-        return self._pairs.using(optimizer)
+        return self.engine.using(optimizer)
 
-    @abstractmethod
     def distribute(
         self, dataset: Any, *, seed: int | None = None, training: bool = True
     ) -> Distributed:
@@ -181,8 +238,8 @@ class Strategy(ABC):
         Returns:
             Batches to iterate over, epoch after epoch.
         """
+        return self.engine.distribute(dataset, seed=seed, training=training)
 
-    @abstractmethod
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
         """Forward, backward and update of the prepared pair.
 
@@ -194,6 +251,7 @@ class Strategy(ABC):
         Returns:
             What the step did.
         """
+        return self.engine.step(batch, loss, stop=stop)
 
     def flush(self) -> StepResult | None:
         """Update with what was accumulated so far.
@@ -201,9 +259,8 @@ class Strategy(ABC):
         Returns:
             What the update did; None where nothing was accumulated.
         """
-        return None
+        return self.engine.flush()
 
-    @abstractmethod
     def evaluate(self, batch: Batch, loss: LossFunction | None) -> tuple[float, float, Any]:
         """The loss of one batch, without a gradient; all tasks call it, also those without rows.
 
@@ -214,8 +271,8 @@ class Strategy(ABC):
         Returns:
             This task's sum of losses, its weight, and the output (None where it had no rows).
         """
+        return self.engine.evaluate(batch, loss)
 
-    @abstractmethod
     def predict(self, batch: Batch, has_loss: bool) -> Any:
         """The model's output for this task's rows, without a gradient.
 
@@ -227,8 +284,8 @@ class Strategy(ABC):
         Returns:
             Tensors ``(rows, ...)``, in a tuple or dict where the model returns one.
         """
+        return self.engine.predict(batch, has_loss)
 
-    @abstractmethod
     def save(self, directory: Path, later: bool = False) -> Unwritten:
         """Write model and optimizer, under the user's names, into a checkpoint; all tasks call it.
 
@@ -245,8 +302,8 @@ class Strategy(ABC):
         Raises:
             UserError: On all tasks, if it cannot be written, or replicas have drifted apart.
         """
+        return self.engine.save(directory, later)
 
-    @abstractmethod
     def load(self, source: str | Path | Mapping[str, Any]) -> None:
         """Take back what `save` or a Trainer wrote, under any strategy and number of tasks.
 
@@ -259,6 +316,7 @@ class Strategy(ABC):
         Raises:
             UserError: If the model or the optimizer is another one.
         """
+        self.engine.load(source)
 
     def keep(self) -> Callable[[], None]:
         """Copy the values of the model, to go back to them in this process; all tasks call it.
@@ -266,9 +324,7 @@ class Strategy(ABC):
         Returns:
             A function that all tasks call to put them back. Each keeps its own part of them.
         """
-        state = unwrap(self._pairs.meant("keep()").model).state_dict().items()
-        kept = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state}
-        return partial(self.load, {"model": kept})
+        return self.engine.keep()
 
     def state_dict(self) -> dict[str, Any]:
         """All of model and optimizer in memory, for scripts that write their own files.
@@ -279,7 +335,7 @@ class Strategy(ABC):
         Raises:
             UserError: If the strategy keeps no whole state on any task.
         """
-        raise UserError(f"state_dict() under {self.name}", "Use save(directory).")
+        return self.engine.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned, under any strategy and number of tasks.
@@ -290,7 +346,7 @@ class Strategy(ABC):
         Raises:
             UserError: If the model or the optimizer is another one.
         """
-        self.load(state)
+        self.engine.load(state)
 
     def backward(self, losses: Any, batch: Batch) -> None:
         """Compute gradients; for loops of one's own.
@@ -301,7 +357,7 @@ class Strategy(ABC):
             losses: One loss per example, their mean, or (sum, weight).
             batch: The batch that they are of.
         """
-        raise self._owns_the_step("backward")
+        self.engine.backward(losses, batch)
 
     def update(self, optimizer: Optimizer) -> None:
         """Reduce the gradients, let the optimizer step, and clear them; for loops of one's own.
@@ -315,7 +371,7 @@ class Strategy(ABC):
             UserError: If `prepare` was told to accumulate, where tasks update together, or the
                 gradients are not those of `backward`.
         """
-        raise self._owns_the_step("update")
+        self.engine.update(optimizer)
 
     def reduce(self, op: str, value: Tensor) -> Tensor:
         """Combine a tensor of every data shard; all tasks call it.
@@ -330,19 +386,7 @@ class Strategy(ABC):
         Raises:
             UserError: For another ``op``.
         """
-        value, group = value.detach(), self.groups.data
-        with self.coordination.during("reduce"):
-            if op == "sum":
-                return group.all_reduce(value.clone())
-            if op == "mean":
-                wide = value.double()
-                both = torch.stack([wide.sum(), wide.new_tensor(float(wide.numel()))])
-                group.all_reduce(both)
-                return both[0].div(both[1]).to(torch.promote_types(value.dtype, torch.float32))
-            if op in ("max", "min"):
-                parts = torch.stack(group.all_gather(value))
-                return parts.amax(0) if op == "max" else parts.amin(0)
-        raise UserError(f"reduce({op!r})", nearest(op, ("sum", "mean", "max", "min")))
+        return self.engine.reduce(op, value)
 
     def gather(self, rows: Tensor) -> Tensor:
         """Put together the rows of all data shards; all tasks call it.
@@ -353,12 +397,11 @@ class Strategy(ABC):
         Returns:
             ``(sum of n, ...)`` in the order of the data shards, on all tasks.
         """
-        with self.coordination.during("gather"):
-            return torch.cat(self.groups.data.all_gather_rows(rows))
+        return self.engine.gather(rows)
 
     def synchronize(self) -> None:
         """Make equal what may differ between replicas: the running statistics of BatchNorm."""
-        self.coordination.synchronize()
+        self.engine.synchronize()
 
     def close(self) -> None:
         """Leave all groups; calling it again changes nothing.
@@ -368,16 +411,12 @@ class Strategy(ABC):
         Raises:
             UserError: If they have drifted apart.
         """
-        self.groups.close()
+        if "engine" in self.__dict__:  # else nothing was begun
+            self.engine.close()
 
     def __enter__(self) -> Self:
+        self.engine  # noqa: B018 - which refuses what the job cannot have
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _owns_the_step(self, what: str) -> UserError:
-        return UserError(
-            f"{what}() under {self.name}, which owns the whole step",
-            "Call step(), or choose mirrored or mesh for a loop of your own.",
-        )

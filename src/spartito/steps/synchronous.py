@@ -32,22 +32,22 @@ from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import skipping
 from spartito.engine.sliced import SlicedGradients
 from spartito.errors import SpartitoError, TaskLostError, UserError
-from spartito.strategies.coordination import SynchronousCoordination
-from spartito.strategies.distributed import Distributed, StepResult
-from spartito.strategies.groups import Groups, one_shard_each, send
-from spartito.strategies.pair import Pair
-from spartito.strategies.recovering import (
+from spartito.steps.coordination import SynchronousCoordination
+from spartito.steps.distributed import Distributed, StepResult
+from spartito.steps.groups import Groups, one_shard_each, send
+from spartito.steps.pair import Pair
+from spartito.steps.recovering import (
     Aboard,
     Repeating,
     Standing,
     chosen_recovery,
     share_state,
 )
-from spartito.strategies.replica import ReplicaStrategy
-from spartito.strategies.sharing import Placed, Together
+from spartito.steps.replica import ReplicaStep
+from spartito.steps.sharing import Placed, Together
 
 
-class SynchronousStrategy(ReplicaStrategy):
+class SynchronousStep(ReplicaStep):
     """Every replica computes its part of the global batch; gradients are averaged exactly."""
 
     _divides_updates = True  # where replicas share memory

@@ -14,8 +14,8 @@ from spartito.ps.client.servers import Servers
 from spartito.ps.protocol.messages import Outcome, Push
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.protocol.work import Lease
-from spartito.strategies.own_states import OwnOptimizer
-from spartito.strategies.pair import Pair
+from spartito.steps.own_states import OwnOptimizer
+from spartito.steps.pair import Pair
 
 SOON = 0.05
 """Seconds after which a push waits for those of others, and not for the servers."""

@@ -17,8 +17,8 @@ from spartito.data.collate import rows
 from spartito.data.loader import SPARE, Loader
 from spartito.engine.denormals import Denormals
 from spartito.errors import UserError
-from spartito.strategies.distributed import Distributed, Figures, StepResult
-from spartito.strategies.pair import Pairs
+from spartito.steps.distributed import Distributed, Figures, StepResult
+from spartito.steps.pair import Pairs
 
 WAITING = "accumulated"
 """In a position: how many batches before it wait for their update."""

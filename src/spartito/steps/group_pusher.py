@@ -27,10 +27,10 @@ from spartito.ps.protocol.options import set_options, settings
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.protocol.timetable import Row
 from spartito.ps.protocol.work import Arrival, WorkSource
-from spartito.strategies.inside import Inside
-from spartito.strategies.own_states import OwnOptimizer, encode
-from spartito.strategies.pair import Pair
-from spartito.strategies.pusher import Pusher, WorkPosition
+from spartito.steps.inside import Inside
+from spartito.steps.own_states import OwnOptimizer, encode
+from spartito.steps.pair import Pair
+from spartito.steps.pusher import Pusher, WorkPosition
 
 
 class Scheduled(Protocol):

@@ -20,9 +20,9 @@ from spartito.checkpoint.saving import (
 )
 from spartito.engine.optimizers import NoOptimizer, load_named_state, named_state, unwrap
 from spartito.errors import UserError
-from spartito.strategies.base import Strategy
-from spartito.strategies.pair import Pair
-from spartito.strategies.states import (
+from spartito.steps.base import Step
+from spartito.steps.pair import Pair
+from spartito.steps.states import (
     load_model,
     names_here,
     saved_gradients,
@@ -31,7 +31,7 @@ from spartito.strategies.states import (
 )
 
 
-class SavingStrategy(Strategy):
+class SavingStep(Step):
     """A strategy whose tasks have model and optimizer in their own memory, or parts of them.
 
     Which parts, `_cuts` says; `spartito.checkpoint.parts` tells how.

@@ -13,12 +13,12 @@ from spartito.engine.gradients import Gradients
 from spartito.errors import UserError
 from spartito.local.plan import Members
 from spartito.ps.job import Options
-from spartito.strategies.inside import Inside
-from spartito.strategies.pusher import GroupGradients, ServedGradients
-from spartito.strategies.replica import ReplicaStrategy
+from spartito.steps.inside import Inside
+from spartito.steps.pusher import GroupGradients, ServedGradients
+from spartito.steps.replica import ReplicaStep
 
 
-class InGroups(ReplicaStrategy):
+class InGroups(ReplicaStep):
     """Gradients, BatchNorm and draws are those of one's own group, which `inside` joins."""
 
     inside: Inside = Inside.alone()

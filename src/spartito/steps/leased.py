@@ -25,14 +25,14 @@ from spartito.ps.protocol.timetable import Row, Timetable, decode_timetable
 from spartito.ps.protocol.work import NOWHERE, At, WorkSource
 from spartito.ps.scheduler.ledger import Kept
 from spartito.ps.scheduler.planner import Planner
-from spartito.strategies import decoupled
-from spartito.strategies.coordination import Coordination
-from spartito.strategies.distributed import StepResult
-from spartito.strategies.ending import cause, told, uncaught
-from spartito.strategies.inside import Inside
-from spartito.strategies.member_links import GroupWork
-from spartito.strategies.pair import Pairs
-from spartito.strategies.pusher import Pusher
+from spartito.steps import decoupled
+from spartito.steps.coordination import Coordination
+from spartito.steps.distributed import StepResult
+from spartito.steps.ending import cause, told, uncaught
+from spartito.steps.inside import Inside
+from spartito.steps.member_links import GroupWork
+from spartito.steps.pair import Pairs
+from spartito.steps.pusher import Pusher
 
 T = TypeVar("T")
 

@@ -43,8 +43,8 @@ from spartito.pipeline.model import PipedModel
 from spartito.pipeline.program import Program, record
 from spartito.pipeline.runtime import Microbatch, Root, pass_through
 from spartito.pipeline.schedules import Order, Shape, Span
-from spartito.strategies.ending import told as cause
-from spartito.strategies.pair import Pair
+from spartito.steps.ending import told as cause
+from spartito.steps.pair import Pair
 
 CPU = torch.device("cpu")
 

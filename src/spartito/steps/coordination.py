@@ -39,9 +39,9 @@ from spartito.engine.checksum import (
 from spartito.engine.optimizers import unwrap
 from spartito.errors import UnwritableError, UserError
 from spartito.log import warn
-from spartito.strategies.groups import Groups
-from spartito.strategies.pair import Pairs
-from spartito.strategies.record import write_record
+from spartito.steps.groups import Groups
+from spartito.steps.pair import Pairs
+from spartito.steps.record import write_record
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ T = TypeVar("T")
 class Coordination(ABC):
     """The decisions of a training, beside its computation: who makes them, and who hears of them.
 
-    A `Strategy` has one, as its ``coordination``. The trainer calls it at the edges of epochs
+    A `Step` has one, as its ``coordination``. The trainer calls it at the edges of epochs
     and of its own methods, never in a step. ``name`` is the strategy's, ``job`` the whole
     cluster, ``cluster`` the tasks that work together: all but the evaluator, which is alone
     under any strategy.
@@ -66,7 +66,7 @@ class Coordination(ABC):
     def __init__(self, name: str, job: ClusterSpec, cluster: ClusterSpec, pairs: Pairs) -> None:
         self.name, self.job, self.cluster = name, job, cluster
         self.record_to: Path | None = None
-        """The run folder; to be set before `Strategy.prepare`, in which some tasks end."""
+        """The run folder; to be set before `Step.prepare`, in which some tasks end."""
         self._pairs = pairs
 
     @property

@@ -27,8 +27,8 @@ from spartito.ps.protocol.work import (
     Work,
     WorkSource,
 )
-from spartito.strategies.groups import send
-from spartito.strategies.inside import Inside
+from spartito.steps.groups import send
+from spartito.steps.inside import Inside
 
 
 class _Given(msgspec.Struct, frozen=True):

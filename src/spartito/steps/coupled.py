@@ -25,12 +25,12 @@ from spartito.local.joined import JoinedGroups
 from spartito.local.plan import Asked, Members, Sites, check_alike, groups_of, sites_of
 from spartito.local.sites import JoinedSites
 from spartito.log import warn
-from spartito.strategies.base import Strategy
-from spartito.strategies.coordination import compare_values
-from spartito.strategies.group_states import SECTION
-from spartito.strategies.groups import DATA, MODEL, one_shard_each
-from spartito.strategies.shards import COPIES, SHARDS, ShardedCoordination
-from spartito.strategies.sharing import Placed
+from spartito.steps.base import Step
+from spartito.steps.coordination import compare_values
+from spartito.steps.group_states import SECTION
+from spartito.steps.groups import DATA, MODEL, one_shard_each
+from spartito.steps.shards import COPIES, SHARDS, ShardedCoordination
+from spartito.steps.sharing import Placed
 
 INSIDE, BETWEEN, FAR, ALIKE = "group", "leaders", "sites", "same shard"
 """The tasks of one's own group; the first one of each group; the first one of each site; those who
@@ -175,7 +175,7 @@ class LocalCoordination(ShardedCoordination):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Step,
         grouping: Grouping,
         couplings: Mapping[int, Fragments],
         homes: Mapping[int, Home],

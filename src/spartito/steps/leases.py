@@ -34,11 +34,11 @@ from spartito.ps.protocol.work import (
 )
 from spartito.ps.scheduler.plan import Plan
 from spartito.ps.scheduler.readings import Halfway
-from spartito.strategies.distributed import Distributed, Figures, StepResult
-from spartito.strategies.lease_readers import IndexedReader, Reader, StreamReader
-from spartito.strategies.leased import LeasedCoordination
-from spartito.strategies.pusher import Pusher, WorkPosition
-from spartito.strategies.sharing import WAITING
+from spartito.steps.distributed import Distributed, Figures, StepResult
+from spartito.steps.lease_readers import IndexedReader, Reader, StreamReader
+from spartito.steps.leased import LeasedCoordination
+from spartito.steps.pusher import Pusher, WorkPosition
+from spartito.steps.sharing import WAITING
 
 NO_EPOCH = -1  # is always complete: no work is given for it
 WATCH_SECONDS = 0.1  # between two looks of a chief that computes nothing

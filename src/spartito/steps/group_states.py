@@ -12,9 +12,9 @@ from spartito.checkpoint.boxes import Cut, Part
 from spartito.checkpoint.saved import Saved, Unread
 from spartito.collectives.collective import Collective
 from spartito.engine.optimizers import load_named_state, unwrap
+from spartito.steps.pair import Pair
+from spartito.steps.states import saved_gradients, saved_optimizer
 from spartito.storage.tensors import unpack_state
-from spartito.strategies.pair import Pair
-from spartito.strategies.states import saved_gradients, saved_optimizer
 
 SECTION = "groups"
 """Of a checkpoint: what each group alone has, and where they met last."""

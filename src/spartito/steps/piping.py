@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from spartito.collectives.collective import Traffic
 from spartito.pipeline import schedules
-from spartito.strategies.mesh import MeshCoordination
-from spartito.strategies.sharing import Placed
+from spartito.steps.mesh import MeshCoordination
+from spartito.steps.sharing import Placed
 
 if TYPE_CHECKING:
-    from spartito.strategies.pipeline import PipelineStrategy
+    from spartito.steps.pipeline import PipelineStep
 
 
 class CollectedByPipeline(Placed):
     """Batches of a pipeline, whose last stage alone has seen the outputs in training."""
 
-    def __init__(self, strategy: PipelineStrategy, *args: Any) -> None:
+    def __init__(self, strategy: PipelineStep, *args: Any) -> None:
         super().__init__(*args)
         self._strategy = strategy
 
@@ -29,7 +29,7 @@ class CollectedByPipeline(Placed):
 class PipelineCoordination(MeshCoordination):
     """As on every mesh; what is recorded tells how the last step went."""
 
-    def __init__(self, strategy: PipelineStrategy) -> None:
+    def __init__(self, strategy: PipelineStep) -> None:
         super().__init__(
             strategy.name, strategy.job, strategy.cluster, strategy._pairs, strategy.groups
         )

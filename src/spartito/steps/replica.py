@@ -63,12 +63,12 @@ from spartito.engine.stepping import ask_before_steps, stepped_apart, stop_askin
 from spartito.engine.unmade import is_unmade, make_all, making, plan_values
 from spartito.errors import UserError
 from spartito.log import warn
-from spartito.strategies.distributed import StepResult
-from spartito.strategies.pair import Pair, check_taken, check_unchanged, take
-from spartito.strategies.saving import SavingStrategy
+from spartito.steps.distributed import StepResult
+from spartito.steps.pair import Pair, check_taken, check_unchanged, take
+from spartito.steps.saving import SavingStep
 
 
-class ReplicaStrategy(SavingStrategy):
+class ReplicaStep(SavingStep):
     """A model that lives whole in this process, and computes its part of the global batch.
 
     What is left to the kinds of it: how gradients become an update (`_update`), and who else

@@ -18,9 +18,9 @@ from spartito.data.batch import Batch
 from spartito.engine.optimizers import load_named_state, named_state, unwrap
 from spartito.engine.undo import Undo
 from spartito.errors import TaskLostError, UserError
+from spartito.steps.groups import send
+from spartito.steps.pair import Pair
 from spartito.storage.tensors import pack_state, unpack_state
-from spartito.strategies.groups import send
-from spartito.strategies.pair import Pair
 
 
 class Aboard(Protocol):

@@ -19,7 +19,7 @@ from typing import NoReturn
 from spartito import status
 from spartito.errors import PreemptedError, SpartitoError, TaskLostError, show
 from spartito.ps.job import Job
-from spartito.strategies.record import write_record
+from spartito.steps.record import write_record
 
 PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that tell a task to end soon: of Slurm, Kubernetes, clouds and launchers."""

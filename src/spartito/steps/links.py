@@ -10,7 +10,7 @@ from spartito.collectives.rendezvous import Rendezvous
 from spartito.errors import UserError
 from spartito.mesh.axes import DATA, PIPELINE, Mesh
 from spartito.pipeline.messages import Messages, connect
-from spartito.strategies import mesh
+from spartito.steps import mesh
 
 
 class Links:

@@ -15,9 +15,9 @@ from spartito.engine.divided import ELEMENTWISE
 from spartito.engine.optimizers import optimizer_parameters
 from spartito.engine.sharding.homes import Home, settle_all
 from spartito.errors import UserError
-from spartito.strategies.coordination import SynchronousCoordination
-from spartito.strategies.groups import DATA, MODEL, Groups
-from spartito.strategies.pair import Pairs
+from spartito.steps.coordination import SynchronousCoordination
+from spartito.steps.groups import DATA, MODEL, Groups
+from spartito.steps.pair import Pairs
 
 SHARDS, COPIES = "shards", "copies"
 

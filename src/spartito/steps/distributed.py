@@ -123,6 +123,6 @@ class Distributed(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to that position.
 
-        After `Strategy.load` that may be between the batches of one update: they are taken up.
+        After `Step.load` that may be between the batches of one update: they are taken up.
         """
         ...

@@ -38,15 +38,15 @@ from spartito.engine.sharding.homes import (
 from spartito.engine.sharding.stage import Stage, make_stage
 from spartito.engine.unmade import make_buffers, told
 from spartito.errors import UserError
-from spartito.strategies.distributed import StepResult
-from spartito.strategies.pair import Pair
-from spartito.strategies.shards import (
+from spartito.steps.distributed import StepResult
+from spartito.steps.pair import Pair
+from spartito.steps.shards import (
     COPIES,
     SHARDS,
     ShardedCoordination,
     check_optimizer,
 )
-from spartito.strategies.synchronous import SynchronousStrategy
+from spartito.steps.synchronous import SynchronousStep
 
 BLOCK = 4 << 20
 """Bytes from which on a module is a block."""
@@ -71,15 +71,15 @@ def check_shards(zero: int, block_bytes: int) -> None:
         raise UserError(f"block_bytes={block_bytes}", "A block has 1 byte at least.")
 
 
-class ShardingStrategy(SynchronousStrategy):
+class ShardingStep(SynchronousStep):
     """Replicas that keep models in shards, or each the whole of them.
 
     Those of the group `SHARDS` have a model between them; those of `COPIES` have the same shards.
 
     Args:
-        zero: What is in shards, as under `ShardedStrategy`; 0: nothing is.
+        zero: What is in shards, as under `ShardedStep`; 0: nothing is.
         block_bytes: From which size on a module is a block.
-        **options: Of `SynchronousStrategy`.
+        **options: Of `SynchronousStep`.
     """
 
     coordination: ShardedCoordination

@@ -18,11 +18,11 @@ from spartito.errors import UserError
 from spartito.local.outer import load_outer_state, outer_state
 from spartito.log import warn
 from spartito.ps.protocol.work import NOWHERE, At
+from spartito.steps.pair import Pair
 from spartito.storage.tensors import pack_state, unpack_state
-from spartito.strategies.pair import Pair
 
 if TYPE_CHECKING:
-    from spartito.strategies.leased import LeasedCoordination
+    from spartito.steps.leased import LeasedCoordination
 
 OUTER, OWN = "outer", "own"
 """Sections of a checkpoint: the state of the servers' optimizer; how many groups there were, and

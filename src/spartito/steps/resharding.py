@@ -16,9 +16,9 @@ from spartito.engine.sharding.blocks import Layout, Members
 from spartito.engine.sharding.copies import NONE, VALUES, Copies, Entry, Shard
 from spartito.engine.sharding.gradients import ShardedGradients
 from spartito.engine.sharding.homes import Home
-from spartito.strategies.groups import send
-from spartito.strategies.pair import Pair
-from spartito.strategies.recovering import ElsewhereError, ShardsLostError, load_state, state_of
+from spartito.steps.groups import send
+from spartito.steps.pair import Pair
+from spartito.steps.recovering import ElsewhereError, ShardsLostError, load_state, state_of
 
 
 class _Stands(msgspec.Struct, array_like=True):

@@ -1,0 +1,1 @@
+"""What a task does of each step, by strategy."""

@@ -1,0 +1,352 @@
+"""One copy of the parameters and of the optimizer's state for all replicas of a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from spartito.checkpoint.boxes import Cut, SpanCut
+from spartito.checkpoint.saved import Saved
+from spartito.cluster.spec import ClusterSpec
+from spartito.collectives.collective import Collective
+from spartito.collectives.rendezvous import WORLD, Rendezvous
+from spartito.collectives.segment import Segment
+from spartito.collectives.shared_memory import LINE, SharedMemoryCollective
+from spartito.engine import fused
+from spartito.engine.divided import ELEMENTWISE, DividedGradients, Span
+from spartito.engine.gradients import Gradients, same
+from spartito.engine.memory import give_back_memory
+from spartito.engine.optimizers import OptimizerLike, optimizer_parameters, unwrap
+from spartito.engine.precision import choose_precision
+from spartito.errors import UserError
+from spartito.steps.coordination import SynchronousCoordination
+from spartito.steps.groups import Groups, one_shard_each
+from spartito.steps.pair import Pair, Pairs
+from spartito.steps.synchronous import SynchronousStep
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Who updates which of an optimizer's parameters, and so holds their state: their ranks."""
+
+    parameters: list[nn.Parameter]
+    owners: list[int]
+
+    def others(self, rank: int) -> list[nn.Parameter]:
+        """The parameters that are not this rank's."""
+        pairs = zip(self.parameters, self.owners, strict=True)
+        return [parameter for parameter, owner in pairs if owner != rank]
+
+    @property
+    def spans(self) -> dict[int, list[Span]]:
+        """The same by the parameters' ids, as spans of all of each."""
+        pairs = zip(self.parameters, self.owners, strict=True)
+        return {id(parameter): [Span(owner, 0, parameter.numel())] for parameter, owner in pairs}
+
+
+class CentralCoordination(SynchronousCoordination):
+    """Replicas whose parameters lie in one memory: equal, unless one has moved its own away."""
+
+    def __init__(
+        self,
+        name: str,
+        job: ClusterSpec,
+        cluster: ClusterSpec,
+        pairs: Pairs,
+        groups: Groups,
+        homes: list[tuple[nn.Parameter, int]],
+    ) -> None:
+        super().__init__(name, job, cluster, pairs, groups)
+        self._homes = homes
+
+    def checksum(self, parameters: Sequence[nn.Parameter]) -> int:
+        """Of where the parameters lie now; what lies in their memory is the same for all."""
+        moved = [parameter.data_ptr() - home for parameter, home in self._homes]
+        return crc32(repr(moved).encode())
+
+
+class CentralStorageStep(SynchronousStep):
+    """Replicas on the CPUs of one machine that compute with the same memory, read in place.
+
+    Each replica adds up the gradients of its part of the elements, updates it in place, and holds
+    the optimizer's state of that part alone; the numbers are those of one device. torch's
+    Adafactor, Muon and the like, which look at whole parameters, get whole ones, after a sum as in
+    mirrored, and so does all in fp16. An optimizer that is not one of torch's own may look at all
+    parameters at once: the chief updates them all. Each replica has its own buffers.
+
+    What a replica writes into a parameter, all of them see, also after `close`: a script that
+    changes parameters by itself does so on the chief only, after an update. Hooks on the steps of
+    the optimizer are refused: a step has only a part of the gradients and of the new values.
+
+    Args:
+        cluster: The tasks of the job; None asks the environment.
+        parameter_device: "cpu", the host's memory.
+        device: Where replicas compute: the CPU too.
+        sync_batchnorm: As in `MirroredStep`.
+        timeout: Seconds that a wait for another task may take; None is ``SPARTITO_TIMEOUT``.
+        flush_denormals: As in `MirroredStep`.
+
+    Raises:
+        UserError: For GPUs, or a cluster on several machines.
+    """
+
+    name = "central_storage"
+    _divides_updates = False  # in its own way
+
+    def __init__(
+        self,
+        *,
+        cluster: ClusterSpec | None = None,
+        parameter_device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
+        sync_batchnorm: bool | None = None,
+        timeout: float | None = None,
+        flush_denormals: bool = True,
+    ) -> None:
+        _check_devices(parameter_device, device)
+        super().__init__(
+            cluster=cluster,
+            device=device,
+            sync_batchnorm=sync_batchnorm,
+            timeout=timeout,
+            flush_denormals=flush_denormals,
+        )
+        self._shares: dict[Optimizer, Shares] = {}
+        self._scales = False
+        self._homes: list[tuple[nn.Parameter, int]] = []
+        self.coordination = CentralCoordination(
+            self.name, self.job, self.cluster, self._pairs, self.groups, self._homes
+        )
+
+    @staticmethod
+    def connect(rendezvous: Rendezvous, cluster: ClusterSpec) -> Mapping[str, Collective]:
+        """As `SynchronousStep.connect`.
+
+        Raises:
+            UserError: If the replicas share no memory.
+        """
+        groups = one_shard_each(rendezvous, cluster)
+        if cluster.world_size > 1 and not isinstance(groups[WORLD], SharedMemoryCollective):
+            rendezvous.close()
+            raise UserError(
+                f"central_storage for {cluster.world_size} replicas that share no memory",
+                "It needs Linux on x86-64 and one /dev/shm for all; choose mirrored here.",
+            )
+        return groups
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerLike,
+        *,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        precision: str = "fp32",
+        deterministic: bool = False,
+        seed: int = 0,
+    ) -> tuple[nn.Module, Optimizer]:
+        self._scales = choose_precision(precision, self.device) == "fp16"
+        return super().prepare(
+            model, optimizer, accumulate=accumulate, clip_norm=clip_norm, precision=precision,
+            deterministic=deterministic, seed=seed,
+        )  # fmt: skip
+
+    def _state(self, pair: Pair) -> dict[str, Any]:
+        self._spans(pair)
+        return super()._state(pair)
+
+    def _cuts(self, pair: Pair, section: str) -> Mapping[str, Cut]:
+        found: dict[str, Cut] = {}
+        if section != "optimizer" or not isinstance(pair.gradients, DividedGradients):
+            return found
+        for name, parameter in unwrap(pair.model).named_parameters(remove_duplicate=False):
+            spans, own = pair.gradients.spans.get(id(parameter), ()), self.cluster.rank
+            if len(spans) > 1:
+                mine = next((span for span in spans if span.rank == own), Span(own, 0, 0))
+                shape, dims = tuple(parameter.shape), _slowest_first(parameter)
+                found[name] = SpanCut(shape, mine.start, mine.stop, dims)
+        return found
+
+    def _is_divided(self, pair: Pair) -> bool:
+        return self.num_replicas_in_sync > 1
+
+    def _with_state(self, pair: Pair) -> set[str]:
+        spans, own = self._spans(pair), self.cluster.rank
+        return {
+            name
+            for name, parameter in unwrap(pair.model).named_parameters()
+            if any(span.rank == own for span in spans.get(id(parameter), ()))
+        }
+
+    def _load(self, saved: Saved) -> None:
+        self._spans(self._pairs.only)
+        self._group.barrier()  # nobody computes with the old values any more
+        super()._load(saved)
+        self._spans(self._pairs.only)
+        self._group.barrier()  # nobody still writes when the first one trains
+
+    def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
+        if not isinstance(self._group, SharedMemoryCollective):
+            return
+        given = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+        parameters = homeless(given, self._homes)
+        for buffer in tensors:
+            if not isinstance(buffer, nn.Parameter):
+                self._group.broadcast(buffer)
+        offsets, size = line_offsets([p.numel() * p.element_size() for p in parameters])
+        segment = self._group.segment(size)
+        for parameter, offset in zip(parameters, offsets, strict=True):
+            view = _view(segment, offset, parameter)
+            if self.is_chief:
+                view.copy_(parameter.detach())
+            parameter.data = view
+            self._homes.append((parameter, view.data_ptr()))
+        give_back_memory()
+        self._group.barrier()
+
+    @property
+    def _state_fraction(self) -> float:
+        return 1 / self.num_replicas_in_sync
+
+    def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
+        group = self._group
+        if isinstance(group, SharedMemoryCollective) and self._divides_elements(optimizer):
+            return model, DividedGradients(optimizer, group)
+        self._divide(optimizer)
+        return super()._gradients(model, optimizer)
+
+    def _divides_elements(self, optimizer: Optimizer) -> bool:
+        """Whether an update of some elements of a parameter is the same part of its update."""
+        return type(optimizer) in ELEMENTWISE and not self._scales
+
+    def _spans(self, pair: Pair) -> dict[int, list[Span]]:
+        """Who holds the state of what, once what is not this replica's is gone."""
+        if isinstance(pair.gradients, DividedGradients):
+            pair.gradients.refresh()
+            pair.gradients.adopt()
+            return pair.gradients.spans
+        return self._divide(pair.optimizer).spans
+
+    def _divide(self, optimizer: Optimizer) -> Shares:
+        """Who updates what; parameters that are new are given out, the others stay."""
+        parameters, before = optimizer_parameters(optimizer), self._shares.get(optimizer)
+        if before is not None and same(parameters, before.parameters):
+            return before
+        known = (
+            {}
+            if before is None
+            else dict(zip(map(id, before.parameters), before.owners, strict=True))
+        )
+        loads = [0] * (self.num_replicas_in_sync if _is_torchs_own(optimizer) else 1)
+        for parameter in parameters:
+            if id(parameter) in known:
+                loads[known[id(parameter)]] += parameter.numel()
+        new = [parameter for parameter in parameters if id(parameter) not in known]
+        owners = balanced([parameter.numel() for parameter in new], loads)
+        known |= dict(zip(map(id, new), owners, strict=True))
+        shares = Shares(parameters, [known[id(parameter)] for parameter in parameters])
+        for parameter in shares.others(self.cluster.rank):
+            optimizer.state.pop(parameter, None)  # some begin theirs when they are built
+        self._shares[optimizer] = shares
+        return shares
+
+    def _optimize(self, pair: Pair) -> None:
+        if self.num_replicas_in_sync > 1 and fused.has_hooks(pair.optimizer):
+            raise UserError(
+                f"an {type(pair.optimizer).__name__} with hooks on its steps under central_storage",
+                "A replica's step has only its part of the gradients and of the new values: "
+                "choose mirrored, or do it before or after strategy.update.",
+            )
+        if not isinstance(pair.gradients, DividedGradients):
+            for parameter in self._divide(pair.optimizer).others(self.cluster.rank):
+                parameter.grad = None  # optimizers pass over it
+        super()._optimize(pair)
+        self._group.barrier()
+
+
+def homeless(
+    parameters: Sequence[nn.Parameter], homes: Sequence[tuple[nn.Parameter, int]]
+) -> list[nn.Parameter]:
+    """The parameters that lie in no shared memory yet.
+
+    Others came with an optimizer before, which goes on to write where they lie.
+
+    Args:
+        parameters: Those of a model.
+        homes: What lies in shared memory, and at which address.
+
+    Raises:
+        UserError: If one of these has been moved out of there.
+    """
+    known = {id(parameter): home for parameter, home in homes}
+    for parameter in parameters:
+        if parameter.numel() and known.get(id(parameter), parameter.data_ptr()) != (
+            parameter.data_ptr()
+        ):
+            raise UserError(
+                f"a parameter of shape {tuple(parameter.shape)} has other memory than when it "
+                "was prepared with an optimizer before",
+                "Under central_storage move or convert a model before its first prepare: an "
+                "optimizer writes into the memory that was there.",
+            )
+    return [parameter for parameter in parameters if id(parameter) not in known]
+
+
+def balanced(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
+    """An owner for each size, the largest first, always the one who has least so far.
+
+    ``loads`` is what each has at first; from zeros no two sums differ by more than the largest.
+    """
+    loads = list(loads)
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += sizes[index]
+    return owners
+
+
+def line_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where blocks of ``sizes`` bytes begin, each on a cache line, and how long all are."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // LINE) * LINE
+    return offsets, max(end, LINE)
+
+
+def _view(segment: Segment, offset: int, like: Tensor) -> Tensor:
+    """Memory of the segment, shaped and laid out as ``like``."""
+    dense = torch.empty_like(like, device="meta", memory_format=torch.preserve_format)
+    return segment.tensor(offset, like.numel(), like.dtype).as_strided(dense.shape, dense.stride())
+
+
+def _slowest_first(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions in the order of the memory."""
+    strides: tuple[int, ...] = tensor.stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+
+
+def _is_torchs_own(optimizer: Optimizer) -> bool:
+    """Whether it updates every parameter by itself, as all of torch's do (LBFGS is refused)."""
+    return type(optimizer).__module__.partition(".")[0] == "torch"
+
+
+def _check_devices(parameters: torch.device | str, replicas: torch.device | str | None) -> None:
+    if str(parameters) != "cpu":
+        raise UserError(
+            f"parameter_device={str(parameters)!r}: central_storage keeps parameters in the "
+            "host's memory, 'cpu'",
+            "Choose mirrored for parameters on the replicas' own devices.",
+        )
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if replicas is None else replicas
+    if str(device) != "cpu":
+        raise UserError(
+            f"central_storage with replicas on {str(device)!r}: they compute in the host's memory",
+            "Choose mirrored for GPUs, or device='cpu'.",
+        )
