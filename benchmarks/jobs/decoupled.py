@@ -26,7 +26,7 @@ def main() -> None:
     times: list[float] = []
     task = f"{strategy.task.type}-{strategy.task.index}"
     (folder / f"{task}.pid").write_text(str(os.getpid()))
-    own = strategy.step
+    own = strategy.engine.step
 
     def step(*args: Any, **options: Any) -> Any:
         """As the strategy's own; callbacks run on the chief alone."""

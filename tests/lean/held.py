@@ -17,7 +17,7 @@ from typing import Any
 
 def attach(trainer: Any) -> None:
     """Have the steps of ``trainer`` wait as the environment says."""
-    if not isinstance(getattr(trainer.strategy.step, "__self__", None), Held):
+    if not isinstance(getattr(trainer.strategy.engine.step, "__self__", None), Held):
         trainer.strategy.engine.step = Held(trainer).step
 
 
@@ -25,7 +25,7 @@ class Held:
     """The ``step`` of a strategy, before which its task may wait."""
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer, self._step = trainer, trainer.strategy.step
+        self._trainer, self._step = trainer, trainer.strategy.engine.step
         folder, _, steps = os.environ["SPARTITO_TEST_HELD"].rpartition(":")
         self._folder, self._steps = Path(folder), [int(step) for step in steps.split(",")]
         self._folder.mkdir(exist_ok=True)

@@ -34,7 +34,7 @@ def attach(trainer: Any) -> None:
         trainer: a `Trainer` whose training begins; one that has it already is left alone.
     """
     folder = os.environ.get(ENV)
-    if folder and not isinstance(getattr(trainer.strategy.step, "__self__", None), Observed):
+    if folder and not isinstance(getattr(trainer.strategy.engine.step, "__self__", None), Observed):
         trainer.strategy.engine.step = Observed(trainer, Path(folder)).step
 
 
@@ -48,7 +48,7 @@ class Observed:
 
     def __init__(self, trainer: Any, folder: Path) -> None:
         self._trainer, self._folder = trainer, folder
-        self._step = trainer.strategy.step
+        self._step = trainer.strategy.engine.step
         task = trainer.coordination.cluster.task
         name = f"{task.type}:{task.index}"
         faults = (fault for run in _faults(folder) for fault in run)
