@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
@@ -104,6 +104,28 @@ class ClusterSpec:
         """The cluster of this evaluator for its own work: it is alone, and nobody's chief."""
         own = {EVALUATOR: (self.address_of(self.task),)}
         return type(self)(own, Task(EVALUATOR, 0), 0, 1, 0, 1, None, self.source)
+
+    def part(self, ranks: Sequence[int]) -> Self:
+        """The cluster that some of the tasks that train are, as if there were no others.
+
+        Args:
+            ranks: Theirs, in rising order; this task is one of them. Those of a machine follow one
+                another.
+
+        Returns:
+            With ranks anew, and names as before.
+        """
+        first = self.rank - self.local_rank
+        near = [rank for rank in ranks if first <= rank < first + self.local_size]
+        tasks = enumerate(self.replica_tasks)
+        return replace(
+            self,
+            absent=(*self.absent, *(task for rank, task in tasks if rank not in ranks)),
+            rank=ranks.index(self.rank),
+            world_size=len(ranks),
+            local_rank=near.index(self.rank),
+            local_size=len(near),
+        )
 
     @property
     def replica_tasks(self) -> tuple[Task, ...]:

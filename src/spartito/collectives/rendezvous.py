@@ -369,6 +369,42 @@ class Rendezvous:
         return ProcessGroupCollective(group, backend, endpoint.host, ranks)
 
 
+class Part:
+    """The rendezvous of some tasks of a job, as if there were no others.
+
+    Args:
+        rendezvous: That of the job.
+        name: What the group of all of them is called.
+        ranks: The tasks, by their rank in the job.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, name: str, ranks: Sequence[int]) -> None:
+        self._rendezvous, self._name, self._ranks = rendezvous, name, tuple(ranks)
+
+    def group(
+        self, name: str = WORLD, ranks: Sequence[int] | None = None, *, beside: bool = False
+    ) -> Collective:
+        """As `Rendezvous.group`; ranks are those among these tasks."""
+        named = self._name if name == WORLD else name
+        return self._rendezvous.group(named, self._of_job(ranks), beside=beside)
+
+    def members(self, name: str, ranks: Sequence[int]) -> tuple[Membership, bool, bool]:
+        """As `Rendezvous.members`."""
+        return self._rendezvous.members(name, self._of_job(ranks))
+
+    def placement(self) -> Placement:
+        """As `Rendezvous.placement`."""
+        whole = self._rendezvous.placement()
+        return Placement.of([str(whole.machine_of(rank)) for rank in self._ranks])
+
+    def close(self) -> None:
+        """As `Rendezvous.close`: of the whole job."""
+        self._rendezvous.close()
+
+    def _of_job(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
+        return self._ranks if ranks is None else tuple(self._ranks[rank] for rank in ranks)
+
+
 def check_communication(communication: str, device: torch.device) -> None:
     """Raise `UserError` for a way that does not exist, or not on that device."""
     if communication not in COMMUNICATION:

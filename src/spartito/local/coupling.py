@@ -73,7 +73,7 @@ class Coupling:
     @property
     def is_leader(self) -> bool:
         """Whether this task is the first of its group."""
-        return self._values.world.is_leader
+        return self._values.leads
 
     @property
     def nbytes(self) -> int:
@@ -269,7 +269,7 @@ class Coupling:
         own = self._values.named(values) if self.is_apart else {}
         state = {"model": own, "weight": float(self.since.weight), "asked": self.since.asked}
         if self._values.speaks:
-            state["nbytes"] = {str(self._values.world.inside.rank): self.meetings.nbytes}
+            state["nbytes"] = {str(self._values.part): self.meetings.nbytes}
         if self._exchange.error.numel():
             state["error"] = self._named(self._exchange.error)
         if self.flight is not None:
@@ -381,7 +381,7 @@ class Coupling:
             What it counts for, and the square of its norm.
         """
         torch.sub(self._start, taken, out=taken)
-        square, values = _square(taken), self._values
+        square, values = self._values.square(taken), self._values
         if values.only_finite and not values.all_say(isfinite(square)):
             taken.zero_()
             return 0.0, 0.0
@@ -394,7 +394,7 @@ class Coupling:
         if not total:  # nobody had an example
             return
         moved.div_(total)
-        numbers[SQUARE] = numbers[SQUARE] / total - _square(moved)
+        numbers[SQUARE] = numbers[SQUARE] / total - self._values.square(moved)
         if self._outer is None:  # nothing learns
             return
         for own, part in zip(self._copies, self._values.views(moved), strict=True):
@@ -409,8 +409,3 @@ class Coupling:
         flat = torch.empty_like(self._start)
         copy(self._values.views(flat), self._values.read(saved))
         return flat
-
-
-def _square(flat: Tensor) -> float:
-    """The square of the L2 norm."""
-    return float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2

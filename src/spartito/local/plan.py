@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from spartito.errors import UserError
 from spartito.names import divisors, nearest
@@ -17,59 +17,8 @@ Sites = int | Sequence[Sequence[int]] | None
 
 MACHINE = "machine"
 """Each machine is a group."""
-MIRRORED, SHARDED = INSIDE = ("mirrored", "sharded")
-"""What holds inside of a group: all of the model on each replica, or shards of it."""
 TOKENS, EQUAL = WEIGHTS = ("tokens", "equal")
 """What a group counts for when models are merged: what it has trained on, or as much as others."""
-
-
-def check_groups(asked: Asked, sites: Sites, tasks: int, alike: bool) -> None:
-    """Refuse groups that a job cannot have.
-
-    Args:
-        asked: A number of groups, their members, or "machine".
-        sites: As for `sites_of`.
-        tasks: The replicas of the job.
-        alike: Whether they are to be of one size.
-
-    Raises:
-        UserError: They do not divide the replicas, one has no members, or they are not alike.
-    """
-    if asked != MACHINE:
-        members = groups_of(asked, (), tasks)
-        sites_of(sites, len(members))
-        if alike:
-            check_alike(members)
-
-
-def check_inside(inside: object, sites: Sites, options: Mapping[str, object]) -> bool:
-    """Refuse what cannot hold inside of a group.
-
-    Args:
-        inside: One of `INSIDE`, or None: mirrored.
-        sites: As for `sites_of`.
-        options: Those of shards, by name; None: not asked for.
-
-    Returns:
-        Whether a group's replicas have the model between them.
-
-    Raises:
-        UserError: It is unknown, or does not go with the others.
-    """
-    if inside is not None and inside not in INSIDE:
-        raise UserError(f"inside={inside!r}", nearest(str(inside), INSIDE))
-    if inside != SHARDED:
-        if asked := [f"{name}={value!r}" for name, value in options.items() if value is not None]:
-            raise UserError(
-                f"{asked[0]} with inside={inside!r}", f"It is for inside={SHARDED!r}: add that."
-            )
-        return False
-    if sites is not None:
-        raise UserError(
-            f"inside={inside!r} with sites={sites!r}",
-            "Leave one of them out: groups of sites have the whole model on each replica.",
-        )
-    return True
 
 
 def groups_of(
@@ -109,8 +58,8 @@ def check_alike(members: Members) -> None:
     """
     if len(sizes := sorted({len(group) for group in members})) > 1:
         raise UserError(
-            f"inside='sharded' with groups of {' and '.join(map(str, sizes))} replicas: the first "
-            "ones of all groups have the same shard, and so on",
+            f"groups of {' and '.join(map(str, sizes))} tasks that have a model between them: the "
+            "first ones of all groups have the same part, and so on",
             "Take groups of one size, or leave inside out.",
         )
 

@@ -51,9 +51,23 @@ class Values(ABC):
         return self.world.is_leader
 
     @property
+    def part(self) -> int:
+        """Which part of a model this task has, among those of its group: the first is 0."""
+        return 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this task alone counts what all parts of its group have in common."""
+        return self.world.is_leader and self.part == 0
+
+    @property
     def between(self) -> Collective:
         """Those of other groups that it exchanges it with."""
         return self.world.between
+
+    def square(self, flat: Tensor) -> float:
+        """The square of the norm of values like these, as far as this task counts them."""
+        return square_of(flat)
 
     def follow(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take these parameters from now on.
@@ -209,6 +223,30 @@ class Values(ABC):
             TaskLostError: If a task is lost, on all.
         """
 
+    def _together(self, parts: Collective, work: Callable[[], object], numbers: Tensor) -> None:
+        """Do ``work`` on all tasks that have a model between them, who all learn how it ended."""
+        world, reason = self.world, b""
+        try:
+            work()
+        except ENDS_GROUP as error:
+            reason = error_to_text(world.reason(error)).encode()
+            numbers[0] = len(reason)
+            world.line.group.close()  # so that nobody waits for us
+            self.between.close()
+        limit = parts.timeout
+        parts.timeout += PATIENCE  # another one may wait for its own others, and says for whom
+        parts.waiting.enabled = False
+        try:
+            rows = torch.stack(world.within(lambda: parts.all_gather(numbers)))
+            if rows[:, 0].any():
+                told = world.within(lambda: parts.all_gather_bytes(reason))
+                raise error_from_text(next(filter(None, told)).decode())
+        finally:
+            parts.timeout = limit
+            parts.waiting.enabled = True
+        numbers.copy_(rows[0])
+        numbers[SUMMED:] = rows[:, SUMMED:].sum(0)
+
     @abstractmethod
     def _own(self) -> Sequence[Tensor]:
         """This task's elements of each parameter."""
@@ -228,7 +266,43 @@ class Values(ABC):
 
 
 class Replicas(Values):
-    """Each task has all of them, and the first of a group speaks for it."""
+    """Tasks that have the same, whose first one speaks for them: all of a model, or a part of it.
+
+    Args:
+        model: Prepared.
+        column: Those who have the same, by their groups.
+        parts: The tasks of one's own group that have a model between them.
+        cuts: Of which parameters this task has a part, by name.
+        shares: What each parameter here counts for in a sum over ``parts``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        column: JoinedGroups,
+        parts: Collective,
+        cuts: Callable[[], Mapping[str, Cut]],
+        shares: Callable[[Sequence[nn.Parameter]], Sequence[float]],
+    ) -> None:
+        super().__init__(model, column)
+        self._parts, self._cuts_of, self._shares_of = parts, cuts, shares
+        self.is_divided = parts.world_size > 1
+        self._shares: Sequence[float] = ()
+
+    @property
+    def part(self) -> int:
+        return self._parts.rank
+
+    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
+        here = [parameter for parameter in parameters if not parameter.is_meta]
+        super().follow(here)
+        self._shares = self._shares_of(here)
+
+    def square(self, flat: Tensor) -> float:
+        if not self.is_divided:
+            return super().square(flat)
+        views = zip(self.views(flat), self._shares, strict=True)
+        return sum(square_of(view) * share for view, share in views)
 
     def put(self, values: Sequence[Tensor]) -> None:
         self.fill(values)
@@ -251,11 +325,21 @@ class Replicas(Values):
         if (unlike := outliers(values)) and len(set(rounds)) == 1:
             raise different(inside, unlike, *OTHER_VALUES)
 
+    def all_say(self, own: bool) -> bool:
+        return own if not self.is_divided else _all_say(self.world, self._parts, own)
+
     def across(self, work: Callable[[], object], numbers: Tensor) -> None:
-        self.world.across(work, numbers)
+        if not self.is_divided:
+            self.world.across(work, numbers)
+            return
+        self._together(self._parts, lambda: self.world.across(work, numbers), numbers)
 
     def _own(self) -> Sequence[Tensor]:
         return self.parameters
+
+    def _cuts(self) -> list[Cut | None]:
+        cuts = self._cuts_of()
+        return [cuts.get(name) for name in self.names]
 
     def _told(self, values: Tensor) -> Tensor:
         inside = self.world.inside
@@ -320,31 +404,14 @@ class Shards(Values):
         self.world.within(lambda: settle_all(self._in, self.world.inside))
 
     def all_say(self, own: bool) -> bool:
-        inside, says = self.world.inside, torch.tensor([float(own)])
-        return bool(self.world.within(lambda: inside.all_reduce(says)).item() == inside.world_size)
+        return _all_say(self.world, self.world.inside, own)
 
     def across(self, work: Callable[[], object], numbers: Tensor) -> None:
-        world, reason = self.world, b""
-        try:
-            work()
-        except ENDS_GROUP as error:
-            reason = error_to_text(world.reason(error)).encode()
-            numbers[0] = len(reason)
-            world.line.group.close()  # so that nobody waits for us
-            self._between.close()
-        inside, limit = world.inside, world.inside.timeout
-        inside.timeout += PATIENCE  # another one may wait for its own others, and says for whom
-        inside.waiting.enabled = False
-        try:
-            rows = torch.stack(world.within(lambda: inside.all_gather(numbers)))
-            if rows[:, 0].any():
-                told = world.within(lambda: inside.all_gather_bytes(reason))
-                raise error_from_text(next(filter(None, told)).decode())
-        finally:
-            inside.timeout = limit
-            inside.waiting.enabled = True
-        numbers.copy_(rows[0])
-        numbers[SUMMED:] = rows[:, SUMMED:].sum(0)
+        self._together(self.world.inside, work, numbers)
+
+    @property
+    def part(self) -> int:
+        return self.world.inside.rank
 
     @property
     def _in(self) -> list[Home]:
@@ -372,6 +439,16 @@ class Shards(Values):
             whole = span.stop - span.start == parameter.numel()
             found.append(None if whole else SpanCut(shape, span.start, span.stop))
         return found
+
+
+def _all_say(world: JoinedGroups, group: Collective, own: bool) -> bool:
+    says = torch.tensor([float(own)])
+    return bool(world.within(lambda: group.all_reduce(says)).item() == group.world_size)
+
+
+def square_of(tensor: Tensor) -> float:
+    """The square of the L2 norm."""
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from spartito.registry import strategy_info, strategy_names
 from spartito.steps.coordination import Coordination, SynchronousCoordination
 from spartito.steps.distributed import Distributed, StepResult
 from spartito.steps.groups import Groups
+from spartito.steps.outer import EveryStep, Outer
 from spartito.steps.pair import Pairs
 
 
@@ -36,6 +37,7 @@ class Step(ABC):
     Args:
         cluster: All tasks of the job; None asks the environment.
         flush_denormals: Whether denormal numbers are 0 where it computes.
+        outer: What stands around the steps of a group of tasks.
 
     Raises:
         UserError: If `check` refuses the cluster.
@@ -47,7 +49,13 @@ class Step(ABC):
     groups: Groups
     """The groups that this task is in: "world", "data" and "model"."""
 
-    def __init__(self, cluster: ClusterSpec | None = None, flush_denormals: bool = True) -> None:
+    def __init__(
+        self,
+        cluster: ClusterSpec | None = None,
+        flush_denormals: bool = True,
+        outer: Outer | None = None,
+    ) -> None:
+        self.outer: Outer = outer or EveryStep()
         self.denormals = Denormals(flush_denormals)
         self.job = resolve() if cluster is None else cluster
         if self.is_evaluator:
@@ -59,8 +67,18 @@ class Step(ABC):
         self._pairs = Pairs()
         self.groups = Groups.alone()
         self.coordination = SynchronousCoordination(
-            self.name, self.job, self.cluster, self._pairs, self.groups
+            self._called, self.job, self.cluster, self._pairs, self.groups, self.outer
         )
+
+    @property
+    def _called(self) -> str:
+        """What the user calls it."""
+        return self.outer.name or self.name
+
+    @property
+    def tasks(self) -> ClusterSpec:
+        """The tasks whose steps these are, by their ranks among them: those of one's own group."""
+        return self.outer.inside(self.cluster)
 
     @property
     def task(self) -> Task:
@@ -80,7 +98,12 @@ class Step(ABC):
     @property
     def data_shard(self) -> tuple[int, int]:
         """As `Strategy.data_shard`."""
-        return self.cluster.rank, self.cluster.world_size
+        return self.outer.data_shard(self._own_shard, self.cluster)
+
+    @property
+    def _own_shard(self) -> tuple[int, int]:
+        """Which part this task reads of what one's own group does."""
+        return self.tasks.rank, self.tasks.world_size
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -94,9 +117,11 @@ class Step(ABC):
 
     def check(self, cluster: ClusterSpec) -> None:
         """As `Strategy.check`."""
-        if self.name in strategy_names():
-            servers = len(cluster.addresses.get("ps", ()))
-            strategy_info(self.name).check(cluster.world_size, cluster.local_size, servers)
+        own = self.outer.inside(cluster)
+        for name, tasks in ((self.outer.name, cluster), (self.name, own)):
+            if name in strategy_names():
+                servers = len(cluster.addresses.get("ps", ()))
+                strategy_info(name).check(tasks.world_size, tasks.local_size, servers)
 
     @abstractmethod
     def prepare(

@@ -40,6 +40,7 @@ from spartito.engine.optimizers import unwrap
 from spartito.errors import UnwritableError, UserError
 from spartito.log import warn
 from spartito.steps.groups import Groups
+from spartito.steps.outer import EveryStep, Outer
 from spartito.steps.pair import Pairs
 from spartito.steps.record import write_record
 
@@ -238,23 +239,35 @@ class SynchronousCoordination(Coordination):
     """
 
     def __init__(
-        self, name: str, job: ClusterSpec, cluster: ClusterSpec, pairs: Pairs, groups: Groups
+        self,
+        name: str,
+        job: ClusterSpec,
+        cluster: ClusterSpec,
+        pairs: Pairs,
+        groups: Groups,
+        outer: Outer | None = None,
     ) -> None:
         super().__init__(name, job, cluster, pairs)
-        self._groups = groups
+        self.groups, self._outer = groups, outer or EveryStep()
         self._told: set[str] = set()  # buffers of which a warning has told
 
     @property
     def skips_together(self) -> bool:
-        return True
+        return self._outer.is_whole
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), **self._outer.describe()}
+
+    def figures(self, own: Sequence[float]) -> dict[str, float]:
+        return self._outer.figures(own, self._pairs.in_use)
 
     @property
     def joins(self) -> bool:
-        return self._groups.joins
+        return self.groups.joins
 
     @property
     def traffic(self) -> Traffic:
-        found = [group.traffic for group in self._groups.values()]
+        found = [group.traffic for group in self.groups.values()]
         each = {id(one): one for one in found}.values()
         return Traffic(
             sum(one.sent for one in each),
@@ -265,7 +278,7 @@ class SynchronousCoordination(Coordination):
 
     @contextmanager
     def during(self, purpose: str, optimizer: Optimizer | None = None) -> Generator[None]:
-        call = self._groups.world.current_call  # that of all groups
+        call = self.groups.world.current_call  # that of all groups
         with call.during(purpose), super().during(purpose, optimizer):
             yield
 
@@ -273,18 +286,25 @@ class SynchronousCoordination(Coordination):
         return work()
 
     def tell_all(self, text: str) -> list[str]:
-        return [each.decode() for each in self._groups.world.all_gather_bytes(text.encode())]
+        return [each.decode() for each in self.groups.world.all_gather_bytes(text.encode())]
 
     def agree_to_stop(self, asked: bool) -> bool:
         return self._sum(float(asked)) > 0
 
     def waits(self, data: float, seconds: float) -> dict[str, float]:
-        return super().waits(self._mean(data), seconds)
+        found = super().waits(self._mean(data), seconds)
+        waited = self._outer.waits().items()
+        return {**found, **{name: self._mean(each / seconds) for name, each in waited}}
 
     def synchronize(self) -> None:
         for pair in self._pairs.in_use:
-            average_statistics(pair.model, self._groups.data)
+            average_statistics(pair.model, self.groups.data)
         self.compare_buffers()
+        if not self._outer.is_whole:
+            for pair in self._pairs.in_use:
+                own = shared_buffers(unwrap(pair.model), with_synchronized=False)
+                self._settle(self.groups.data, own, is_strict=False)
+        self._outer.show(self._pairs.in_use)
 
     def compare(self, order: int = 0) -> None:
         self._together(lambda: self._compare(order))
@@ -294,7 +314,7 @@ class SynchronousCoordination(Coordination):
         self._together(self._settle_buffers)
 
     def _settle_buffers(self) -> str:
-        self._settle_all(self._groups.data)
+        self._settle_all(self.groups.replicas)
         return ""
 
     def _settle_all(self, group: Collective) -> None:
@@ -327,7 +347,7 @@ class SynchronousCoordination(Coordination):
     def _together(self, work: Callable[[], str]) -> None:
         """Do what the tasks of one data shard may raise on some: all of a model hear of it."""
         try:
-            if self._groups.model.world_size > 1:
+            if self.groups.model.world_size > 1:
                 self.attempt(work)
             else:
                 work()
@@ -336,7 +356,8 @@ class SynchronousCoordination(Coordination):
             raise
 
     def _compare(self, order: int) -> str:
-        self._compare_in(self._groups.data, self._parameters(), order)
+        compared = self.groups.replicas if self._outer.is_apart else self.groups.data
+        self._compare_in(compared, self._parameters(), order)
         for pair in self._pairs.all:
             pair.gradients.compared()
         self._pairs.unseen = False
@@ -379,10 +400,10 @@ class SynchronousCoordination(Coordination):
         return [p for model in models for p in model.parameters() if not p.is_meta]
 
     def _mean(self, value: float) -> float:
-        return self._sum(value) / self._groups.world.world_size
+        return self._sum(value) / self.groups.world.world_size
 
     def _sum(self, value: float) -> float:
-        return self._groups.world.all_reduce(torch.tensor([value], dtype=torch.float64)).item()
+        return self.groups.world.all_reduce(torch.tensor([value], dtype=torch.float64)).item()
 
 
 def compare_values(group: Collective, tensors: Sequence[Tensor]) -> None:

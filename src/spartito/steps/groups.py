@@ -17,6 +17,9 @@ from spartito.errors import TaskLostError
 
 DATA = "data"
 """One task for each data shard: their gradients, metrics and statistics are summed."""
+REPLICAS = "replicas"
+"""One task for each data shard of one's own group: those whose gradients make one update. Without
+groups that train apart it is `DATA`."""
 MODEL = "model"
 """The tasks that compute one data shard together, each with its part of the model."""
 
@@ -41,7 +44,7 @@ class Groups(Mapping[str, Collective]):
     ) -> None:
         self._rendezvous, self._cluster, self.connect = rendezvous, cluster, connect
         self._found: Mapping[str, Collective] = {}
-        self._alone = dict.fromkeys((WORLD, DATA, MODEL), IdentityCollective())
+        self._alone = dict.fromkeys((WORLD, DATA, REPLICAS, MODEL), IdentityCollective())
         self.is_closed = False
 
     @classmethod
@@ -59,6 +62,11 @@ class Groups(Mapping[str, Collective]):
     def data(self) -> Collective:
         """One task for each data shard."""
         return self[DATA]
+
+    @property
+    def replicas(self) -> Collective:
+        """Those of `data` whose gradients make one update."""
+        return self[REPLICAS]
 
     @property
     def model(self) -> Collective:
@@ -111,11 +119,11 @@ class Groups(Mapping[str, Collective]):
 
     @cached_property
     def lane(self) -> Lane:
-        """The tasks of `data` once more, for sums beside the computation; all ask for it at once.
+        """The tasks of `replicas` once more, for sums beside the computation; all ask at once.
 
         For tasks that sockets join.
         """
-        return Lane(self._rendezvous.group("gradients", self.data.ranks))
+        return Lane(self._rendezvous.group("gradients", self.replicas.ranks))
 
     def close(self) -> None:
         """Leave all groups; who never met has nothing to leave."""

@@ -38,6 +38,7 @@ from spartito.mesh.shown import inside, saving
 from spartito.names import divisors
 from spartito.steps.coordination import SynchronousCoordination
 from spartito.steps.groups import DATA, MODEL, send
+from spartito.steps.outer import Outer
 from spartito.steps.pair import Pair
 from spartito.steps.synchronous import SynchronousStep
 
@@ -71,6 +72,7 @@ class MeshStep(SynchronousStep):
         timeout: float | None = None,
         communication: str = "auto",
         flush_denormals: bool = True,
+        outer: Outer | None = None,
     ) -> None:
         """Connects to nobody: that is done in `prepare`.
 
@@ -91,6 +93,7 @@ class MeshStep(SynchronousStep):
             timeout: Seconds that a wait for another task may take.
             communication: How the tasks exchange tensors; "ddp" cannot be had.
             flush_denormals: Whether denormal numbers are 0.
+            outer: As under `SynchronousStep`.
 
         Raises:
             UserError: For a mesh of more or fewer tasks than the job has, a rule about an
@@ -114,15 +117,16 @@ class MeshStep(SynchronousStep):
             timeout=timeout,
             communication=communication,
             flush_denormals=flush_denormals,
+            outer=outer,
         )
         self.coordination: MeshCoordination = MeshCoordination(
-            self.name, self.job, self.cluster, self._pairs, self.groups
+            self._called, self.job, self.cluster, self._pairs, self.groups, self.outer
         )
 
     def check(self, cluster: ClusterSpec) -> None:
         super().check(cluster)
-        mesh, _ = self._layout_for(cluster.world_size)
-        mesh.check(cluster.world_size)
+        tasks = self.outer.inside(cluster).world_size
+        self._layout_for(tasks)[0].check(tasks)
 
     def _layout_for(self, tasks: int) -> tuple[Mesh, Layout]:
         """The mesh of a job of so many tasks, and the rules on it."""
@@ -145,19 +149,19 @@ class MeshStep(SynchronousStep):
     @cached_property
     def mesh(self) -> Mesh:
         """The axes and their sizes."""
-        return self._layout_for(self.cluster.world_size)[0]
+        return self._layout_for(self.tasks.world_size)[0]
 
     @cached_property
     def layout(self) -> Layout:
         """The rules on this mesh."""
-        return self._layout_for(self.cluster.world_size)[1]
+        return self._layout_for(self.tasks.world_size)[1]
 
     @property
-    def data_shard(self) -> tuple[int, int]:
+    def _own_shard(self) -> tuple[int, int]:
         axis = self.layout.batch_axis
         if axis is None:
             return 0, 1
-        return self.mesh.coordinates(self.cluster.rank)[axis], self.mesh.axes[axis]
+        return self.mesh.coordinates(self.tasks.rank)[axis], self.mesh.axes[axis]
 
     @property
     def connect(self) -> Callable[..., Mapping[str, Collective]]:  # type: ignore[override]
@@ -179,7 +183,7 @@ class MeshStep(SynchronousStep):
                 f"sparse gradients under {self.name}",
                 "Gradients of shards are dense tensors: build the Embedding with sparse=False.",
             )
-        apply.check_same(unwrap(model), self.mesh.axes, self.mesh.coordinates(self.cluster.rank))
+        apply.check_same(unwrap(model), self.mesh.axes, self.mesh.coordinates(self.tasks.rank))
         apply.hide(unwrap(model))
         apply.plan(unwrap(model), self.layout, self._names, self._strict)
         watch_averages()
@@ -214,21 +218,21 @@ class MeshStep(SynchronousStep):
     def global_norm(self, pair: Pair) -> Tensor:
         if self._parts.world_size == 1:
             return super().global_norm(pair)
-        specs, together = apply.specs_of(unwrap(pair.model)), self.groups[LAYERS].world_size
-        of_copies: dict[int, list[Tensor]] = {}
-        for parameter in self._counted(pair):
-            if parameter.grad is not None:
-                how = specs.get(id(parameter))
-                shards = math.prod(self.mesh.axes[axis] for axis in how.axes) if how else 1
-                of_copies.setdefault(together // shards, []).append(parameter.grad)
+        of_share: dict[float, list[Tensor]] = {}
+        learn = pair.gradients.parameters
+        for parameter, share in zip(learn, self.shares(pair, learn), strict=True):
+            if share and parameter.grad is not None:
+                of_share.setdefault(share, []).append(parameter.grad)
         total = torch.zeros(1, dtype=torch.float64)
-        for copies, grads in of_copies.items():
-            total += torch.nn.utils.get_total_norm(grads).double().square() / copies
+        for share, grads in of_share.items():
+            total += torch.nn.utils.get_total_norm(grads).double().square() * share
         return self._parts.all_reduce(total).sqrt()[0]
 
-    def _counted(self, pair: Pair) -> list[nn.Parameter]:
-        """Those whose gradients count in the global norm on the tasks of `LAYERS`."""
-        return pair.gradients.parameters
+    def shares(self, pair: Pair, parameters: Sequence[nn.Parameter]) -> list[float]:
+        specs, together = apply.specs_of(unwrap(pair.model)), self.groups[LAYERS].world_size
+        cut = [specs.get(id(parameter)) for parameter in parameters]
+        shards = [math.prod(self.mesh.axes[a] for a in how.axes) if how else 1 for how in cut]
+        return [count / together for count in shards]
 
     @cached_property
     def _axes(self) -> dict[str, Axis]:
@@ -271,7 +275,7 @@ class MeshStep(SynchronousStep):
         for module in compiled:
             module._compiled_call_impl = None
         self._cut_state(own, optimizer)
-        if self.num_replicas_in_sync > 1 and self.device.type != "cpu":
+        if self._own_shard[1] > 1 and self.device.type != "cpu":
             return own, PackedGradients(optimizer, self._group)
         return super()._gradients(own, optimizer)
 
@@ -296,7 +300,7 @@ class MeshStep(SynchronousStep):
 
     @property
     def _state_fraction(self) -> float:
-        return self.data_shard[1] / self.mesh.size
+        return self._own_shard[1] / self.mesh.size
 
     def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
         own = unwrap(model)
@@ -349,7 +353,7 @@ class MeshStep(SynchronousStep):
 
     def _cuts(self, pair: Pair, section: str) -> dict[str, apply.SpecCut]:
         model = unwrap(pair.model)
-        specs, here = apply.specs_of(model), self.mesh.coordinates(self.cluster.rank)
+        specs, here = apply.specs_of(model), self.mesh.coordinates(self.tasks.rank)
         tensors = (
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
@@ -393,13 +397,13 @@ class MeshCoordination(SynchronousCoordination):
         for pair in self._pairs.all:
             model = unwrap(pair.model)
             own = shared_buffers(model, without=apply.specs_of(model))
-            self._settle(self._groups[LAYERS], own, pair.randomness is not None)
+            self._settle(self.groups[LAYERS], own, pair.randomness is not None)
         return ""
 
     def _compare_parts(self, order: int) -> str:
         specs = {key for pair in self._pairs.all for key in apply.specs_of(unwrap(pair.model))}
         common = [parameter for parameter in self._parameters() if id(parameter) not in specs]
-        group = self._groups[LAYERS]
+        group = self.groups[LAYERS]
         self._compare_in(group, common, order)
         if group.world_size > 1:
             drawn = group.all_gather(torch.tensor([checksum([torch.get_rng_state()])]))

@@ -23,6 +23,7 @@ from spartito.engine.optimizers import OptimizerLike, optimizer_parameters, unwr
 from spartito.engine.overlap import BUCKET, OVERLAPPED, StreamedGradients
 from spartito.errors import UserError
 from spartito.log import warn
+from spartito.steps.outer import Outer
 from spartito.steps.pair import Pair
 from spartito.steps.synchronous import SynchronousStep
 
@@ -47,7 +48,9 @@ class MultiWorkerMirroredStep(SynchronousStep):
         find_unused_parameters: bool | None = None,
         compress: Compress = None,
         bucket_bytes: int = BUCKET,
+        flush_denormals: bool = True,
         recovery: Recovery | None = None,
+        outer: Outer | None = None,
     ) -> None:
         """Connects to nobody: that is done in `prepare`.
 
@@ -64,7 +67,9 @@ class MultiWorkerMirroredStep(SynchronousStep):
                 "ddp", as on GPUs, each replica's gradients go so.
             bucket_bytes: Gradients leave in parts of at least so many bytes, as backward has them;
                 three such parts are worth it, fewer leave at its end.
+            flush_denormals: Whether denormal numbers are 0.
             recovery: How a training goes on when a task is lost, as under `SynchronousStep`.
+            outer: As under `SynchronousStep`.
 
         Raises:
             UserError: For a value that this strategy cannot have.
@@ -76,7 +81,9 @@ class MultiWorkerMirroredStep(SynchronousStep):
             timeout=timeout,
             communication=communication,
             find_unused_parameters=find_unused_parameters,
+            flush_denormals=flush_denormals,
             recovery=recovery,
+            outer=outer,
         )
         if compress is not None and self.recovery is not None:
             raise UserError(

@@ -60,6 +60,7 @@ class Pipe:
         position: Which of its tasks this is.
         schedule: The name of the order of a step.
         unread: What was loaded before the model got its values, and is read with the first batch.
+        of_groups: What was loaded of groups that train apart, before it was known who has what.
         spans: When this task computed what in the last step.
     """
 
@@ -69,6 +70,7 @@ class Pipe:
     position: int
     schedule: str
     unread: Saved | None = None
+    of_groups: Saved | None = None
     spans: list[Span] = field(default_factory=list)
 
     def cut_up(self, batch: Batch) -> list[Batch]:
@@ -179,14 +181,12 @@ class Pipe:
             if total[-1]:
                 yield name, total[:-1].view(parameter.shape)
 
-    def counted(self) -> list[nn.Parameter]:
-        """Those whose gradients count here; what several stages use counts in the first."""
+    def counts(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
+        """Whether each counts here; what several stages use counts in the first."""
+        if self.piped.starts is None:
+            return [True] * len(parameters)
         names = {id(p): name for name, p in self.piped.model.named_parameters()}
-        return [
-            parameter
-            for parameter in self.pair.gradients.parameters
-            if self.piped.stages_of(names[id(parameter)])[0] in self.piped.own
-        ]
+        return [self.piped.stages_of(names[id(p)])[0] in self.piped.own for p in parameters]
 
     def timeline(self) -> list[list[Any]]:
         """The last step: kind, stage, microbatch, begin and end of each action, in seconds."""

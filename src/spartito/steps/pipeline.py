@@ -37,6 +37,7 @@ from spartito.pipeline.split import Start
 from spartito.steps.distributed import StepResult
 from spartito.steps.links import Links, axes_of
 from spartito.steps.mesh import AXIS, LAYERS, MeshStep
+from spartito.steps.outer import Outer
 from spartito.steps.pair import Pair
 from spartito.steps.pipe import (
     Pipe,
@@ -80,6 +81,7 @@ class PipelineStep(MeshStep):
         timeout: float | None = None,
         communication: str = "auto",
         flush_denormals: bool = True,
+        outer: Outer | None = None,
     ) -> None:
         """Connects to nobody: that is done in `prepare`.
 
@@ -103,6 +105,7 @@ class PipelineStep(MeshStep):
             timeout: Seconds that a wait for another task may take; None is ``SPARTITO_TIMEOUT``.
             communication: As of `SynchronousStep`, but for "ddp".
             flush_denormals: Whether denormal numbers are 0 where tasks compute, which is faster.
+            outer: As under `SynchronousStep`.
 
         Raises:
             UserError: Stages, tasks and schedule that do not go together.
@@ -128,6 +131,7 @@ class PipelineStep(MeshStep):
             timeout=timeout,
             communication=communication,
             flush_denormals=flush_denormals,
+            outer=outer,
         )
         if self.device.type != "cpu":
             raise UserError(
@@ -135,7 +139,7 @@ class PipelineStep(MeshStep):
                 "Take device='cpu', or mirrored on GPUs.",
             )
         tasks = self.mesh.axes[PIPELINE]
-        self._position = tasks - 1 - self.mesh.coordinates(self.cluster.rank)[PIPELINE]
+        self._position = tasks - 1 - self.mesh.coordinates(self.tasks.rank)[PIPELINE]
         self._shape = Shape(tasks, self._per_task, microbatches)
         self._own = range(self._position, self._shape.stages, tasks)
         self._pipes: dict[int, Pipe] = {}
@@ -227,12 +231,19 @@ class PipelineStep(MeshStep):
         if pipe.piped.starts is None:
             with self.coordination.during("prepare"):
                 self._divide(pipe, batch, has_loss)
+                super()._couple(pair)
             give_back_memory()  # there was all of the model, and gradients of all of it
             if pipe.unread is not None:
                 saved, pipe.unread = pipe.unread, None
                 with self._pairs.using(pair.optimizer):
                     super()._load(saved)
+            elif pipe.of_groups is not None:
+                super()._load_outer(pair, pipe.of_groups)
+            pipe.of_groups = None
         return pipe
+
+    def _couple(self, pair: Pair) -> None:
+        """That is done when it is known what this task has."""
 
     def _divide(self, pipe: Pipe, batch: Batch, has_loss: bool) -> None:
         """Keep what is this task's."""
@@ -334,17 +345,19 @@ class PipelineStep(MeshStep):
 
     # An update
 
-    def _update(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
+    def _update_group(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
         if pair.passes:
             pipe = self._pipes[id(pair.optimizer)]
             parameters = dict(pipe.piped.model.named_parameters())
             grads = {name: parameters[name].grad for name in pipe.piped.tied()}
             for name, total in pipe.tied_sums(grads, self._mail):  # the copies stay equal
                 parameters[name].grad = torch.empty_like(parameters[name]).copy_(total)
-        return super()._update(pair, output, examples, stop)
+        return super()._update_group(pair, output, examples, stop)
 
-    def _counted(self, pair: Pair) -> list[nn.Parameter]:
-        return self._pipes[id(pair.optimizer)].counted()
+    def shares(self, pair: Pair, parameters: Sequence[nn.Parameter]) -> list[float]:
+        counted = self._pipes[id(pair.optimizer)].counts(parameters)
+        found = super().shares(pair, parameters)
+        return [share * counts for share, counts in zip(found, counted, strict=True)]
 
     def _of_last_stage(self, parts: list[bytes]) -> list[bytes]:
         """What the task with the last stage has of ``parts``; all of a pipeline call it."""
@@ -355,12 +368,14 @@ class PipelineStep(MeshStep):
         found = super().flush()
         actions = [action for pipe in self._pipes.values() for action in pipe.timeline()]
         own = {"name": str(self.task), "shard": self.data_shard[0], "actions": actions}
-        texts = self.coordination.tell_all(json.dumps(own))
-        self._shown = [json.loads(texts[rank]) for rank in self.mesh.along(PIPELINE, 0)][::-1]
+        own["line"] = list(self._line.ranks)
+        told = [json.loads(text) for text in self.coordination.tell_all(json.dumps(own))]
+        self._shown = [told[rank] for rank in told[0].pop("line")][::-1]
         return found
 
     def _placed(self, *args: Any) -> Placed:
-        return CollectedByPipeline(self, *args)
+        made = partial(CollectedByPipeline, self)
+        return self.outer.placed(made, *args)
 
     def backward(self, losses: Any, batch: Batch) -> None:
         raise self._owns_the_step("backward")
@@ -392,6 +407,18 @@ class PipelineStep(MeshStep):
             self._pipes[id(pair.optimizer)].unread = saved  # until it is known who keeps what
         else:
             super()._load(saved)
+
+    def _load_outer(self, pair: Pair, saved: Saved) -> None:
+        pipe = self._pipes[id(pair.optimizer)]
+        if pipe.piped.starts is not None:
+            super()._load_outer(pair, saved)
+            return
+        if self.outer.name and "accumulated" in saved:
+            raise UserError(
+                "a checkpoint between the batches of an update, of pipelines in groups",
+                "Go on from one at the end of an update, as callbacks write it.",
+            )
+        pipe.of_groups = saved
 
     def _state(self, pair: Pair) -> dict[str, Any]:
         self._make_all(pair)

@@ -31,8 +31,9 @@ class PipelineCoordination(MeshCoordination):
 
     def __init__(self, strategy: PipelineStep) -> None:
         super().__init__(
-            strategy.name, strategy.job, strategy.cluster, strategy._pairs, strategy.groups
-        )
+            strategy._called, strategy.job, strategy.cluster, strategy._pairs, strategy.groups,
+            strategy.outer,
+        )  # fmt: skip
         self._strategy = weakref.proxy(strategy)
 
     @property

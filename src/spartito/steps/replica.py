@@ -64,6 +64,7 @@ from spartito.engine.unmade import is_unmade, make_all, making, plan_values
 from spartito.errors import UserError
 from spartito.log import warn
 from spartito.steps.distributed import StepResult
+from spartito.steps.outer import Outer
 from spartito.steps.pair import Pair, check_taken, check_unchanged, take
 from spartito.steps.saving import SavingStep
 
@@ -85,8 +86,9 @@ class ReplicaStep(SavingStep):
         device: torch.device | str | None,
         sync_batchnorm: bool | None,
         flush_denormals: bool,
+        outer: Outer | None = None,
     ) -> None:
-        super().__init__(cluster, flush_denormals)
+        super().__init__(cluster, flush_denormals, outer)
         self.device = choose_device(device, self.cluster)
         self._sync_batchnorm = sync_batchnorm
         self._group: Collective = IdentityCollective()  # of the data shards, once they have met
@@ -320,7 +322,7 @@ class ReplicaStep(SavingStep):
 
     def _summing(self) -> Collective:
         """The tasks whose gradients make one update."""
-        return self.groups.data
+        return self.groups.replicas
 
     @property
     def _holds_parts(self) -> bool:

@@ -18,6 +18,8 @@ from spartito.engine.sharding.gradients import ShardedGradients
 from spartito.engine.sharding.stage import make_stage
 from spartito.errors import TaskLostError, UserError
 from spartito.names import divisors
+from spartito.steps.groups import Connect
+from spartito.steps.outer import Outer
 from spartito.steps.pair import Pair
 from spartito.steps.recovering import Standing, share_state
 from spartito.steps.resharding import Kept, load_rest, rest_of
@@ -75,6 +77,7 @@ class ShardedStep(ShardingStep):
         communication: str = "auto",
         flush_denormals: bool = True,
         recovery: Recovery | None = None,
+        outer: Outer | None = None,
     ) -> None:
         check_shards(zero, block_bytes)
         if communication == "ddp":
@@ -90,6 +93,7 @@ class ShardedStep(ShardingStep):
             communication=communication,
             flush_denormals=flush_denormals,
             recovery=recovery,
+            outer=outer,
         )
         if self.device.type != "cpu":
             raise UserError(
@@ -100,7 +104,7 @@ class ShardedStep(ShardingStep):
             raise UserError(
                 "offload=True on CPUs, whose memory is the host's already", "Leave it out."
             )
-        world = self.cluster.world_size
+        world = self.tasks.world_size
         if copies < 1 or world % copies:
             raise UserError(
                 f"copies={copies} of the model on {world} replicas",
@@ -111,15 +115,19 @@ class ShardedStep(ShardingStep):
                 f"copies={copies} with recovery, which keeps copies of its own",
                 "Leave one of them out.",
             )
-        self.groups.connect = partial(connect, copies)
         self._kept = Kept()
         self.coordination = ShardedCoordination(
-            self.name, self.job, self.cluster, self._pairs, self.groups, self._homes, zero < 3
-        )
+            self._called, self.job, self.cluster, self._pairs, self.groups, self._homes, zero < 3,
+            self.outer,
+        )  # fmt: skip
+
+    @property
+    def connect(self) -> Connect:  # type: ignore[override]
+        return partial(connect, self._copies)
 
     @property
     def _owners(self) -> int:
-        return self.num_replicas_in_sync // self._copies
+        return self.tasks.world_size // self._copies
 
     def _settle(self, model: nn.Module) -> None:
         if self.recovery is not None and not self.groups.joins:

@@ -38,9 +38,12 @@ from spartito.engine.sharding.homes import (
 from spartito.engine.sharding.stage import Stage, make_stage
 from spartito.engine.unmade import make_buffers, told
 from spartito.errors import UserError
+from spartito.local.joined import JoinedGroups
+from spartito.local.values import Shards, Values
 from spartito.steps.distributed import StepResult
 from spartito.steps.pair import Pair
 from spartito.steps.shards import (
+    ALIKE,
     COPIES,
     SHARDS,
     ShardedCoordination,
@@ -110,7 +113,7 @@ class ShardingStep(SynchronousStep):
         deterministic: bool = False,
         seed: int = 0,
     ) -> tuple[nn.Module, Optimizer]:
-        if self._zero and self.num_replicas_in_sync > 1:
+        if self._zero and self.tasks.world_size > 1:
             if choose_precision(precision, self.device) == "fp16":
                 raise UserError(
                     f"precision='fp16' under {self.name}: its loss scale looks at whole gradients",
@@ -142,7 +145,7 @@ class ShardingStep(SynchronousStep):
     @property
     def _has_shards(self) -> bool:
         """Whether there may be more replicas than this one, perhaps after a loss."""
-        return self._zero > 0 and (self.num_replicas_in_sync > 1 or self.recovery is not None)
+        return self._zero > 0 and (self.tasks.world_size > 1 or self.recovery is not None)
 
     def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
         if not self._zero:
@@ -180,9 +183,20 @@ class ShardingStep(SynchronousStep):
             self._fill_with_chiefs(home)
         self._move_in(model, homes)
 
+    def values(self, pair: Pair, column: JoinedGroups) -> Values:
+        """As `SynchronousStep.values`.
+
+        Args:
+            pair: A prepared one.
+            column: Those who have the same, by their groups.
+        """
+        if ALIKE not in self.groups:
+            return super().values(pair, column)
+        return Shards(pair.model, column, self.groups[ALIKE], self._homes)
+
     def _fill_with_chiefs(self, home: Home) -> None:
         whole: Callable[[Tensor], Tensor] = partial(told, self.groups.world)
-        if home.is_shared and self._owners == self.num_replicas_in_sync:  # the chief's are all's
+        if home.is_shared and self._owners == self.cluster.world_size:  # the chief's are all's
             whole = value_of if self.is_chief else Tensor.detach
         with self.coordination.during("prepare"):
             home.fill(map(whole, home.parameters))

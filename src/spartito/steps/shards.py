@@ -15,11 +15,14 @@ from spartito.engine.divided import ELEMENTWISE
 from spartito.engine.optimizers import optimizer_parameters
 from spartito.engine.sharding.homes import Home, settle_all
 from spartito.errors import UserError
-from spartito.steps.coordination import SynchronousCoordination
+from spartito.steps.coordination import SynchronousCoordination, compare_values
 from spartito.steps.groups import DATA, MODEL, Groups
+from spartito.steps.outer import Outer
 from spartito.steps.pair import Pairs
 
 SHARDS, COPIES = "shards", "copies"
+ALIKE = "same shard"
+"""Those of other groups that train apart, and have the same shard of a model."""
 
 
 class ShardedCoordination(SynchronousCoordination):
@@ -33,6 +36,7 @@ class ShardedCoordination(SynchronousCoordination):
         groups: As under `SynchronousCoordination`.
         homes: Of all parameters, by their ids; none where nothing is in shards.
         is_whole: Whether each replica has all values of the parameters nevertheless.
+        outer: As under `SynchronousCoordination`.
     """
 
     def __init__(
@@ -44,13 +48,31 @@ class ShardedCoordination(SynchronousCoordination):
         groups: Groups,
         homes: Mapping[int, Home],
         is_whole: bool,
+        outer: Outer,
     ) -> None:
-        super().__init__(name, job, cluster, pairs, groups)
+        super().__init__(name, job, cluster, pairs, groups, outer)
         self._homes, self._is_whole = homes, is_whole
 
     def compare(self, order: int = 0) -> None:
-        self.settle()
-        super().compare(order)
+        if self._is_whole or ALIKE not in self.groups:
+            self.settle()
+            super().compare(order)
+            return
+
+        def compare() -> str:  # all groups hear of it, not only those with the same shard
+            self.settle()
+            return self._compare(order)
+
+        self.attempt(compare)
+        self.compare_buffers()
+        self._pairs.unseen = False
+
+    def _compare(self, order: int) -> str:
+        super()._compare(order)
+        if not (self._is_whole or self._outer.is_apart) and ALIKE in self.groups:
+            own = [home.own for home in dict.fromkeys(self._homes.values())]
+            compare_values(self.groups[ALIKE], own)
+        return ""
 
     def settle(self) -> None:
         """Make what all have written into parameters their values; all call this."""
@@ -59,7 +81,7 @@ class ShardedCoordination(SynchronousCoordination):
     @property
     def _writing(self) -> Collective:
         """Who writes the same into parameters."""
-        return self._groups.data
+        return self.groups.replicas
 
     def checksum(self, parameters: Sequence[nn.Parameter]) -> int:
         return super().checksum(parameters) if self._is_whole else 0

@@ -17,7 +17,9 @@ from spartito.data.collate import rows
 from spartito.data.loader import SPARE, Loader
 from spartito.engine.denormals import Denormals
 from spartito.errors import UserError
+from spartito.local.joined import JoinedGroups
 from spartito.steps.distributed import Distributed, Figures, StepResult
+from spartito.steps.group_states import SECTION
 from spartito.steps.pair import Pairs
 
 WAITING = "accumulated"
@@ -48,7 +50,13 @@ class Placed(Distributed):
     """Batches on the strategy's device, each announced to the modules that want to know."""
 
     overlaps = False
-    alike = True
+    near: JoinedGroups | None = None
+    """The tasks of one's own site by their groups, where results are those of a group alone."""
+
+    @property
+    def alike(self) -> bool:  # type: ignore[override]
+        """As `Distributed.alike`."""
+        return self.near is None
 
     def __init__(
         self,
@@ -97,6 +105,10 @@ class Placed(Distributed):
         return iter(())
 
     def total(self, shared: Sequence[float], own: Sequence[float]) -> list[float]:
+        if self.near is not None:  # a group's tasks have the same sums
+            counts = float(self.near.is_leader)
+            own = [*(value * counts for value in shared), *own]
+            shared = ()
         if not own:
             return list(shared)
         both = self._group.all_reduce(torch.tensor(own, dtype=torch.float64))
@@ -141,6 +153,9 @@ class Placed(Distributed):
     @property
     def _rank(self) -> int:
         """This task's among those whose waiting gradients are summed; the first takes what was."""
+        saved = None if self._pairs is None else self._pairs.only.saved
+        if self.near is not None and saved and SECTION in saved:
+            return self.near.inside.rank
         return self._group.rank
 
     def _on_device(self, batches: Iterator[Batch]) -> Generator[Batch]:

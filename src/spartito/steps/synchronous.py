@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito.checkpoint.saved import Saved
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
@@ -29,12 +31,15 @@ from spartito.engine.context import enter
 from spartito.engine.ddp import Overlapped, OverlappedGradients
 from spartito.engine.gradients import Gradients, LocalGradients, Number, PackedGradients
 from spartito.engine.loss import LossFunction
-from spartito.engine.optimizers import skipping
+from spartito.engine.optimizers import OptimizerLike, skipping
 from spartito.engine.sliced import SlicedGradients
 from spartito.errors import SpartitoError, TaskLostError, UserError
+from spartito.local.joined import JoinedGroups
+from spartito.local.values import Replicas, Values
 from spartito.steps.coordination import SynchronousCoordination
 from spartito.steps.distributed import Distributed, StepResult
 from spartito.steps.groups import Groups, one_shard_each, send
+from spartito.steps.outer import Outer
 from spartito.steps.pair import Pair
 from spartito.steps.recovering import (
     Aboard,
@@ -64,6 +69,7 @@ class SynchronousStep(ReplicaStep):
         find_unused_parameters: bool | None = None,
         flush_denormals: bool = True,
         recovery: Recovery | None = None,
+        outer: Outer | None = None,
     ) -> None:
         """Connects to nobody: that is done in `prepare`.
 
@@ -84,17 +90,20 @@ class SynchronousStep(ReplicaStep):
                 multi_worker_mirrored and sharded on CPUs; None asks ``SPARTITO_RECOVERY``, without
                 which a loss ends the training. Each replica then makes the whole update, or keeps
                 a second copy of its shard.
+            outer: How groups of replicas agree; None: there is one, which does so in every step.
 
         Raises:
             UserError: For a cluster, device or communication that this strategy cannot have.
         """
-        super().__init__(cluster, device, sync_batchnorm, flush_denormals)
-        if recovery is not None and not self._recovers:
+        super().__init__(cluster, device, sync_batchnorm, flush_denormals, outer)
+        recovers = self._recovers and not self.outer.name
+        if recovery is not None and not recovers:
             raise UserError(
-                f"recovery under {self.name}", "Choose mirrored, multi_worker_mirrored or sharded."
+                f"recovery under {self._called}",
+                "Choose mirrored, multi_worker_mirrored or sharded.",
             )
         self.recovery: Recovery | None = None
-        if self._recovers:
+        if recovers:
             self.recovery = chosen_recovery(recovery, self.cluster, communication, self.device)
         self._repeating = None if self.recovery is None else Repeating()
         self.aboard: Aboard | None = None
@@ -104,11 +113,12 @@ class SynchronousStep(ReplicaStep):
         rendezvous = Rendezvous(
             self.cluster, self.device, timeout, communication, recovery=self.recovery
         )
-        self.groups = Groups(rendezvous, self.cluster, self.connect)
+        connect = partial(self.outer.connect, inner=self.connect)
+        self.groups = Groups(rendezvous, self.cluster, connect)
         self.coordination = SynchronousCoordination(
-            self.name, self.job, self.cluster, self._pairs, self.groups
+            self._called, self.job, self.cluster, self._pairs, self.groups, self.outer
         )
-        self._overlaps = self.num_replicas_in_sync > 1 and (
+        self._overlaps = self._own_shard[1] > 1 and (
             communication == "ddp" or (communication == "auto" and self.device.type == "cuda")
         )
         self._finds_unused = find_unused_parameters
@@ -188,11 +198,73 @@ class SynchronousStep(ReplicaStep):
     def keep_copies(self) -> None:
         """Before a training that recovers, on all tasks: what one of them alone has, is kept."""
 
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerLike,
+        *,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        precision: str = "fp32",
+        deterministic: bool = False,
+        seed: int = 0,
+    ) -> tuple[nn.Module, Optimizer]:
+        self.outer.check(model, precision, self)
+        found = super().prepare(
+            model, optimizer, accumulate=accumulate, clip_norm=clip_norm, precision=precision,
+            deterministic=deterministic, seed=seed,
+        )  # fmt: skip
+        self._couple(self._pairs.of(found[1]))
+        return found
+
+    def _couple(self, pair: Pair) -> None:
+        """Couple what this task has of a pair with what other groups have of it."""
+        self.outer.add(pair, self)
+
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
-        with self._group.current_call.during("step"):
+        self.outer.begin()
+        with self.outer.telling(), self._group.current_call.during("step"):
             if self.coordination.skips_nonfinite and not self._pairs.only.passes:
                 self._pairs.only.keep_buffers()
             return super().step(batch, loss, stop=stop)
+
+    def update(self, optimizer: Optimizer) -> None:
+        with self.outer.telling():
+            super().update(optimizer)
+
+    def flush(self) -> StepResult | None:
+        self.outer.begin()
+        with self.outer.telling():
+            found = super().flush()
+            self.outer.flush(self._pairs.only)
+        return found
+
+    def keep(self) -> Callable[[], None]:
+        if self.outer.name:
+            self.synchronize()  # what all groups have together
+        return super().keep()
+
+    def values(self, pair: Pair, column: JoinedGroups) -> Values:
+        """What this task has of a pair's parameters, for groups that merge them.
+
+        Args:
+            pair: A prepared one.
+            column: Those who have the same, by their groups.
+        """
+        cuts = partial(self._cuts, pair, "optimizer")
+        return Replicas(pair.model, column, self.groups.model, cuts, partial(self.shares, pair))
+
+    def shares(self, pair: Pair, parameters: Sequence[nn.Parameter]) -> list[float]:
+        """What each parameter here counts for in a sum over the tasks of one model.
+
+        Args:
+            pair: A prepared one.
+            parameters: Of its model.
+
+        Returns:
+            Of each 1 over the tasks that have the same.
+        """
+        return [1.0] * len(parameters)
 
     def distribute(
         self, dataset: Any, *, seed: int | None = None, training: bool = True
@@ -200,14 +272,19 @@ class SynchronousStep(ReplicaStep):
         shard, order = self.data_shard, self._seed if seed is None else seed
         chain: Dataset = as_dataset(dataset)
         chain = self._divisible(chain, shard[1]) if training else chain
+        if training:
+            chain = self.outer.divided(chain, self._pairs.in_use)
         loader, group = Loader(chain, shard, order), self.groups.data
         uneven = isinstance(chain.source, PerWorker) and shard[1] > 1
         batches = Together(loader, group) if uneven else loader
         pairs = self._pairs if training else None
+        pair = self._pairs.used or next(iter(self._pairs.all), None)
+        if pair is not None and training and chain.steps_per_epoch is not None:
+            self.outer.tell_length(-(-chain.steps_per_epoch // pair.accumulate))
         return self._placed(batches, self.device, self.enter, group, self.denormals, pairs)
 
     def _placed(self, *args: Any) -> Placed:
-        return Placed(*args)
+        return self.outer.placed(Placed, *args)
 
     def _compute(self, pair: Pair, batch: Batch, loss: LossFunction | None) -> Any:
         if self._repeating is None or self.aboard is None:  # in a loop of the user's own, too
@@ -243,7 +320,20 @@ class SynchronousStep(ReplicaStep):
 
     def _state(self, pair: Pair) -> dict[str, Any]:
         self.coordination.compare()
-        return super()._state(pair)
+        state = super()._state(pair)
+        return self.outer.saved(pair, state, self._cuts(pair, "optimizer"))
+
+    def _is_divided(self, pair: Pair) -> bool:
+        return self.outer.has(pair) or super()._is_divided(pair)
+
+    def _load(self, saved: Saved) -> None:
+        super()._load(saved)
+        pair = self._pairs.only
+        self._load_outer(pair, saved)
+
+    def _load_outer(self, pair: Pair, saved: Saved) -> None:
+        """Take back what each group alone has."""
+        self.outer.load(pair, saved, self._cuts(pair, "optimizer"), self._with_state(pair))
 
     @property
     def _state_fraction(self) -> float:
@@ -285,6 +375,10 @@ class SynchronousStep(ReplicaStep):
         return Whole()
 
     def _update(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
+        return self.outer.update(pair, lambda: self._update_group(pair, output, examples, stop))
+
+    def _update_group(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
+        """Make an update of one's own group."""
         randomness = pair.randomness
         drawn = () if randomness is None else randomness.piggybacked()
         scaled = pair.precision == "fp16"  # torch's scaler is what skips steps then

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib import import_module
 from inspect import signature
@@ -24,9 +24,17 @@ from spartito.engine.devices import choose_device
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike
 from spartito.errors import UserError
+from spartito.registry import strategy_info
 from spartito.steps.base import Step
 from spartito.steps.coordination import Coordination
 from spartito.steps.distributed import Distributed, StepResult
+from spartito.steps.outer import Outer
+
+OF_JOB = (
+    "cluster", "device", "sync_batchnorm", "timeout", "communication", "flush_denormals",
+    "recovery",
+)  # fmt: skip
+"""What holds for a whole job, whatever nests in it."""
 
 
 class _Present:
@@ -90,7 +98,7 @@ class Strategy:
     recovery: Recovery | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "device", choose_device(self.device, self.cluster))
+        choose_device(self.device, self.cluster)
 
     if TYPE_CHECKING:
         job: ClassVar[ClusterSpec]
@@ -104,17 +112,44 @@ class Strategy:
         Raises:
             UserError: If it cannot; the hint names a strategy that can.
         """
+        return self.step_of(self)
+
+    def step_of(self, whole: Strategy, outer: Outer | None = None) -> Step:
+        """The steps of this strategy as a part of another.
+
+        Args:
+            whole: Which has it inside, or itself: what holds for a whole job is said there.
+            outer: What stands around the steps.
+
+        Returns:
+            What this task does of them.
+
+        Raises:
+            UserError: If the job's tasks cannot train so.
+        """
         module, _, kind = self.implementation.partition(":")
         made = getattr(import_module(module), kind)
         known = signature(made).parameters
-        given = {"cluster": self.job}
+        given: dict[str, Any] = {} if outer is None else {"outer": outer}
         for each in fields(self):
-            value = getattr(self, each.name)
+            of_job = each.name in OF_JOB
+            value = getattr(whole if of_job else self, each.name)
+            own, default = getattr(self, each.name), each.default
+            if of_job and whole is not self and each.name != "cluster" and own != default:
+                raise UserError(
+                    f"{each.name}={own!r} of {self.name} inside {whole.name}",
+                    f"It holds for the whole job: say it of {whole.name}.",
+                )
             if each.name in known:
-                given.setdefault(each.name, value)
-            elif value != (None if each.default is MISSING else each.default):
+                given[each.name] = value
+            elif value != default:
                 raise UserError(f"{each.name}={value!r} under {self.name}", "Leave it out.")
-        found: Step = made(**given)
+        if outer is not None and "outer" not in known:
+            raise UserError(
+                f"{whole.name} with {self.name} inside",
+                "Choose mirrored, multi_worker_mirrored, sharded, mesh or pipeline there.",
+            )
+        found: Step = made(**{**given, "cluster": whole.job})
         return found
 
     @property
@@ -420,3 +455,21 @@ class Strategy:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def nested(inside: Strategy | str, job: ClusterSpec) -> Strategy:
+    """A strategy that another one has inside.
+
+    Args:
+        inside: It, or its text.
+        job: All tasks.
+
+    Raises:
+        UserError: It is no strategy.
+    """
+    if isinstance(inside, Strategy):
+        return inside
+    if not isinstance(inside, str):
+        raise UserError(f"inside={inside!r}", "Give a strategy: inside=ShardedStrategy(zero=2).")
+    found: Strategy = strategy_info(inside).load()(cluster=job)
+    return found

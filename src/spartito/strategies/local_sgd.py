@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from spartito.local.outer import Outer
-from spartito.local.plan import TOKENS, Asked, Sites
-from spartito.strategies.declaration import Strategy
+from spartito.collectives.placement import PROCESS_GROUP
+from spartito.errors import UserError
+from spartito.local import sending
+from spartito.local.outer import Average, Outer, choose
+from spartito.local.plan import TOKENS, Asked, Sites, check_weights, updates_between
+from spartito.local.turns import turns_of
+from spartito.steps.base import Step
+from spartito.steps.grouping import Grouping
+from spartito.steps.local_sgd import LocalSGD
+from spartito.strategies.declaration import Strategy, nested
 
 
 @dataclass(frozen=True, eq=False)
 class LocalSGDStrategy(Strategy):
     """Groups of replicas that meet every so many updates (Stich 2019; DiLoCo, Douillard 2023).
 
-    Inside a group all is as under mirrored and multi_worker_mirrored, or as under sharded. Between
-    meetings nothing goes from group to group.
+    Inside a group all is as under the strategy that it holds. Between meetings nothing goes from
+    group to group.
 
     Args:
         groups: How many groups of neighbours, the ranks of each (``[[0, 1], [2]]``), or
@@ -41,15 +49,12 @@ class LocalSGDStrategy(Strategy):
             meeting to the next one's; False waits for it.
         mixing: How much of its own values a group keeps at a meeting, from 0 to 1; None is
             half of it with ``overlap``, else 0. At the end of an epoch nothing is kept.
-        inside: What holds in a group: None or "mirrored" is all of the model on each replica;
-            "sharded" is a model in shards, as under `ShardedStrategy`: groups are of one
-            size, and those with the same shard meet.
-        zero: With "sharded" what is in shards, 1, 2 or 3; None is 3.
-        block_bytes: With "sharded" the size from which on a module is a block of its own.
+        inside: The strategy of a group's steps, as ``MeshStrategy(model=2)``, or its text. Where a
+            group's tasks have a model between them, groups are of one size, and those with the same
+            part of it meet.
     """
 
     name = "local_sgd"
-    implementation = "spartito.steps.local_sgd:LocalSGDStep"
 
     groups: Asked = 2
     every: int | Sequence[int] = 20
@@ -60,6 +65,32 @@ class LocalSGDStrategy(Strategy):
     sites: Sites = None
     overlap: bool | int = False
     mixing: float | None = None
-    inside: str | None = None
-    zero: int | None = None
-    block_bytes: int | None = None
+    inside: Strategy | str = "multi_worker_mirrored"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        near, every = updates_between(self.every, self.sites)
+        check_weights(self.weights)
+        turns = turns_of(self.fragments, near, self.overlap, self.mixing)
+        if self.sites is not None and (turns.delay or turns.mixing):
+            raise UserError(
+                f"overlap={self.overlap!r}, mixing={self.mixing!r} with sites",
+                "Sites wait for their meetings: leave one of them out.",
+            )
+        if self.communication in PROCESS_GROUP:
+            raise UserError(
+                f"local_sgd with communication={self.communication!r}",
+                "Choose 'auto' or 'sockets'.",
+            )
+        outer, exchange = choose(self.outer), sending.choose(self.compress)
+        self.__dict__["_loop"] = (every, turns, outer, self.weights, exchange)
+
+    @cached_property
+    def engine(self) -> Step:
+        """As `Strategy.engine`: the steps of a group, with the outer loop around them."""
+        every, turns, outer, *rest = self.__dict__["_loop"]
+        groups, sites = (1, None) if self.is_evaluator else (self.groups, self.sites)
+        apart = not isinstance(outer, Average)
+        grouping = Grouping(groups, sites, apart, turns.delay > 0)
+        loop = LocalSGD(grouping, every, turns, outer, *rest)
+        return nested(self.inside, self.job).step_of(self, loop)
