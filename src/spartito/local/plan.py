@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from spartito.declared import Declared, parse
 from spartito.errors import UserError
 from spartito.names import divisors, nearest
 
@@ -42,34 +44,50 @@ def check_groups(asked: Asked, sites: Sites, tasks: int, alike: bool) -> None:
             check_alike(members)
 
 
-def check_inside(inside: object, sites: Sites, options: Mapping[str, object]) -> bool:
-    """Refuse what cannot hold inside of a group.
+def shards_inside(
+    inside: Declared | str | None, sites: Sites, options: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """Check what holds inside of a group.
 
     Args:
-        inside: One of `INSIDE`, or None: mirrored.
+        inside: One of `INSIDE`, with the options of shards; None: mirrored.
         sites: As for `sites_of`.
-        options: Those of shards, by name; None: not asked for.
+        options: Those of shards that are said beside it, by name; None: not asked for.
 
     Returns:
-        Whether a group's replicas have the model between them.
+        How a group's replicas have the model between them, by option; None: each has all of it.
 
     Raises:
         UserError: It is unknown, or does not go with the others.
     """
-    if inside is not None and inside not in INSIDE:
-        raise UserError(f"inside={inside!r}", nearest(str(inside), INSIDE))
-    if inside != SHARDED:
-        if asked := [f"{name}={value!r}" for name, value in options.items() if value is not None]:
+    said = parse(inside, "inside", checked=False) if isinstance(inside, str) else inside
+    name = None if said is None else said.name
+    if name is not None and name not in INSIDE:
+        raise UserError(f"inside={name!r}", nearest(name, INSIDE))
+    given = {option: value for option, value in options.items() if value is not None}
+    for option, value in said.options.items() if said is not None else ():
+        if name != SHARDED or option not in options:
             raise UserError(
-                f"{asked[0]} with inside={inside!r}", f"It is for inside={SHARDED!r}: add that."
+                f"{option}={value!r} of {name} inside of a group",
+                "Leave it out, or say it of the outer strategy.",
             )
-        return False
+        if given.setdefault(option, value) != value:
+            raise UserError(
+                f"{option}={given[option]!r} beside inside={said}", f"Say once what {option} is."
+            )
+    if name != SHARDED:
+        for option, value in given.items():
+            raise UserError(
+                f"{option}={value!r} with inside={name!r}",
+                f"It is for inside={SHARDED!r}: add that.",
+            )
+        return None
     if sites is not None:
         raise UserError(
-            f"inside={inside!r} with sites={sites!r}",
+            f"inside={name!r} with sites={sites!r}",
             "Leave one of them out: groups of sites have the whole model on each replica.",
         )
-    return True
+    return given
 
 
 def groups_of(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -18,6 +19,7 @@ from spartito.checkpoint.saving import Unwritten
 from spartito.cluster.resolver import resolve
 from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
 from spartito.data.batch import Batch
+from spartito.declared import Declared, described
 from spartito.engine.denormals import Denormals
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike, unwrap
@@ -50,6 +52,21 @@ class Strategy(ABC):
     """What the tasks agree on beside the computation."""
     groups: Groups
     """The groups that this task is in: "world", "data" and "model"."""
+    declared: Declared
+    """The strategy and the options that it was built with: its text form."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Note what it is built with."""
+        made = super().__new__(cls)
+        with suppress(TypeError):  # __init__ says what is wrong
+            options = dict(signature(cls).bind(*args, **options).arguments)
+        options.pop("cluster", None)
+        made.declared = described(getattr(cls, "name", cls.__name__), options)
+        return made
+
+    def __str__(self) -> str:
+        """Its text form, as ``local_sgd(every=20)``."""
+        return str(self.declared)
 
     def __init__(self, cluster: ClusterSpec | None = None, flush_denormals: bool = True) -> None:
         self.denormals = Denormals(flush_denormals)

@@ -18,6 +18,7 @@ from spartito.collectives.collective import Collective
 from spartito.collectives.placement import PROCESS_GROUP
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
+from spartito.declared import Declared
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import NoOptimizer, OptimizerLike
@@ -32,8 +33,8 @@ from spartito.local.plan import (
     Asked,
     Sites,
     check_groups,
-    check_inside,
     check_weights,
+    shards_inside,
     updates_between,
 )
 from spartito.local.sites import Hierarchy, JoinedSites
@@ -75,7 +76,7 @@ class LocalSGDStrategy(ShardingStrategy):
         sites: Sites = None,
         overlap: bool | int = False,
         mixing: float | None = None,
-        inside: str | None = None,
+        inside: Declared | str | None = None,
         *,
         zero: int | None = None,
         block_bytes: int | None = None,
@@ -113,8 +114,8 @@ class LocalSGDStrategy(ShardingStrategy):
             mixing: How much of its own values a group keeps at a meeting, from 0 to 1; None is
                 half of it with ``overlap``, else 0. At the end of an epoch nothing is kept.
             inside: What holds in a group: None or "mirrored" is all of the model on each replica;
-                "sharded" is a model in shards, as under `ShardedStrategy`: groups are of one
-                size, and those with the same shard meet.
+                "sharded" is a model in shards, as under `ShardedStrategy`, with its options as in
+                "sharded(zero=2)": groups are of one size, and those with the same shard meet.
             zero: With "sharded" what is in shards, 1, 2 or 3; None is 3.
             block_bytes: With "sharded" the size from which on a module is a block of its own.
             cluster: As under `SynchronousStrategy`, like all that follows.
@@ -138,17 +139,16 @@ class LocalSGDStrategy(ShardingStrategy):
         self._turn = self._every // near
         self._asked, self._sites, self._weights = groups, sites, weights
         self._outer, self._exchange = choose(outer), sending.choose(compress)
-        in_shards = check_inside(inside, sites, {"zero": zero, "block_bytes": block_bytes})
-        zero = 3 if zero is None else zero
-        block_bytes = BLOCK if block_bytes is None else block_bytes
-        check_shards(zero, block_bytes)
+        shards = shards_inside(inside, sites, {"zero": zero, "block_bytes": block_bytes})
+        cut = {"zero": 3, "block_bytes": BLOCK, **(shards or {})}
+        check_shards(**cut)
         if communication in PROCESS_GROUP:
             raise UserError(
                 f"local_sgd with communication={communication!r}", "Choose 'auto' or 'sockets'."
             )
         super().__init__(
-            zero if in_shards else 0,
-            block_bytes,
+            0 if shards is None else cut["zero"],
+            cut["block_bytes"],
             cluster=cluster,
             device=device,
             sync_batchnorm=sync_batchnorm,
