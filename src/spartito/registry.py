@@ -12,8 +12,6 @@ names is imported when somebody builds the strategy.
 from __future__ import annotations
 
 import importlib
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
@@ -39,6 +37,8 @@ class StrategyInfo:
         asynchronous: whether replicas update without waiting for each other.
         recovers: whether a training goes on with the others when a replica is lost.
         most_replicas: the largest number of replicas; None for any number.
+        options: the keyword arguments of its class, but ``cluster``; None: only the class knows.
+        inside: the strategies that its option ``inside`` can be.
     """
 
     name: str
@@ -49,6 +49,8 @@ class StrategyInfo:
     asynchronous: bool = False
     recovers: bool = False
     most_replicas: int | None = None
+    options: tuple[str, ...] | None = None
+    inside: tuple[str, ...] = ()
 
     def check(self, replicas: int, here: int, servers: int) -> None:
         """Raise `UserError` unless the strategy can run on such a cluster.
@@ -92,6 +94,22 @@ class StrategyInfo:
             ) from error
 
 
+OF_THE_JOB = (
+    "device",
+    "sync_batchnorm",
+    "timeout",
+    "communication",
+    "find_unused_parameters",
+    "flush_denormals",
+    "recovery",
+)
+"""Options that hold for a whole job, whatever nests in it."""
+
+
+def _of_the_job(*without: str) -> tuple[str, ...]:
+    return tuple(option for option in OF_THE_JOB if option not in without)
+
+
 BUILT_IN = {
     info.name: info
     for info in (
@@ -100,34 +118,80 @@ BUILT_IN = {
             "spartito.strategies.one_device:OneDeviceStrategy",
             one_machine=True,
             most_replicas=1,
+            options=OF_THE_JOB,
         ),
         StrategyInfo(
             "mirrored",
             "spartito.strategies.mirrored:MirroredStrategy",
             one_machine=True,
             recovers=True,
+            options=OF_THE_JOB,
         ),
         StrategyInfo(
             "multi_worker_mirrored",
             "spartito.strategies.multi_worker_mirrored:MultiWorkerMirroredStrategy",
             recovers=True,
+            options=("compress", "bucket_bytes", *OF_THE_JOB),
         ),
         StrategyInfo(
             "central_storage",
             "spartito.strategies.central_storage:CentralStorageStrategy",
             one_machine=True,
             shares_memory=True,
+            options=(
+                "parameter_device",
+                *_of_the_job("communication", "find_unused_parameters", "recovery"),
+            ),
         ),
-        StrategyInfo("mesh", "spartito.strategies.mesh:MeshStrategy"),
-        StrategyInfo("sharded", "spartito.strategies.sharded:ShardedStrategy", recovers=True),
-        StrategyInfo("pipeline", "spartito.strategies.pipeline:PipelineStrategy"),
-        StrategyInfo("local_sgd", "spartito.strategies.local_sgd:LocalSGDStrategy"),
+        StrategyInfo(
+            "mesh",
+            "spartito.strategies.mesh:MeshStrategy",
+            options=(
+                *("mesh", "layout", "names", "strict", "model"),
+                *_of_the_job("find_unused_parameters", "recovery"),
+            ),
+        ),
+        StrategyInfo(
+            "sharded",
+            "spartito.strategies.sharded:ShardedStrategy",
+            recovers=True,
+            options=(
+                *("zero", "copies", "block_bytes", "offload"),
+                *_of_the_job("find_unused_parameters"),
+            ),
+        ),
+        StrategyInfo(
+            "pipeline",
+            "spartito.strategies.pipeline:PipelineStrategy",
+            options=(
+                *("stages", "microbatches", "schedule", "split", "stages_per_task"),
+                *("mesh", "layout", "names", "strict"),
+                *_of_the_job("sync_batchnorm", "find_unused_parameters", "recovery"),
+            ),
+        ),
+        StrategyInfo(
+            "local_sgd",
+            "spartito.strategies.local_sgd:LocalSGDStrategy",
+            options=(
+                *("groups", "every", "outer", "weights", "compress", "fragments", "sites"),
+                *("overlap", "mixing", "inside"),
+                *_of_the_job("find_unused_parameters", "recovery"),
+            ),
+            inside=("mirrored", "multi_worker_mirrored", "sharded", "mesh", "pipeline"),
+        ),
         StrategyInfo(
             "parameter_server",
             "spartito.strategies.parameter_server:ParameterServerStrategy",
             needs_servers=True,
             asynchronous=True,
             recovers=True,
+            options=(
+                *("max_staleness", "on_stale", "compensation", "mean_square", "aggregate"),
+                *("groups", "every", "outer", "quorum", "grace", "weights", "replicas"),
+                *("min_shard_bytes", "wire_dtype", "lease_seconds", "snapshot_seconds"),
+                *("snapshot_dir", "nan_limit", "push_log", "shared_memory"),
+                *_of_the_job("sync_batchnorm", "communication", "find_unused_parameters"),
+            ),
         ),
     )
 }
@@ -181,12 +245,6 @@ def simplest_first(name: str) -> tuple[int, str]:
     """Sorts names of strategies from the simplest to the most involved; unknown ones come last."""
     order = list(BUILT_IN)
     return (order.index(name) if name in order else len(order), name)
-
-
-def title_of(strategy: str, options: Mapping[str, Any]) -> str:
-    """What a strategy with these options is called: ``local_sgd every=50 compress=4bit``."""
-    said = {n: v if isinstance(v, str) else json.dumps(v) for n, v in options.items()}
-    return " ".join([strategy, *(f"{name}={value}" for name, value in said.items())])
 
 
 def is_asynchronous(name: str) -> bool:

@@ -21,13 +21,13 @@ def compare(
         typer.Argument(metavar="-- ARGS...", help="The script's own arguments."),
     ] = None,
     strategies: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            help="Which to compare: all, or some with commas, with options behind colons, as "
-            "local_sgd:every=50:compress=4bit.",
-            metavar="NAMES",
+            help="Which to compare: all, or some with commas, or one at a time; options in "
+            "parentheses, as 'mirrored, local_sgd(every=50)'.",
+            metavar="STRATEGIES",
         ),
-    ] = "all",
+    ] = None,
     workers: Annotated[
         int,
         typer.Option(
@@ -109,14 +109,14 @@ def compare(
 
     Example: spartito compare mnist --workers 2 --ps 1 --epochs 5 --goal val_accuracy=0.95
     """
-    from spartito.comparison.plan import ENV_THREADS, containers_for, make_plan
+    from spartito.comparison.plan import ALL, ENV_THREADS, containers_for, make_plan
     from spartito.comparison.run import compare_strategies
     from spartito.device import available_cores
 
     plan = make_plan(
         target,
         arguments or [],
-        strategies=strategies,
+        strategies=", ".join(strategies or [ALL]),
         workers=workers,
         ps=ps,
         epochs=epochs,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Mapping
@@ -65,8 +64,7 @@ def job_for(plan: Plan, options: Compose, planned: Planned) -> Containers:
     most = max(run.workers for run in plan.runs)
     asked = JobSpec(
         program=plan.program_of(planned),
-        strategy=planned.strategy,
-        strategy_options=json.dumps(dict(planned.options)) if planned.options else None,
+        strategy=str(planned.strategy),
         workers=planned.workers,
         ps=planned.ps,
         data=plan.data,

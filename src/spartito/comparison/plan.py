@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from spartito.comparison.variants import ALL, Variant, read_variants
+from spartito.declared import Declared, parse_all
 from spartito.errors import UserError
 from spartito.folders import LOCK
 from spartito.launch.containers.launcher import Compose
@@ -19,8 +18,9 @@ from spartito.launch.link import Link
 from spartito.launch.target import check_program
 from spartito.launch.throttle import FULL, slow_tasks
 from spartito.names import ENV_EPOCHS, RECIPE_SEED, nearest
-from spartito.registry import default_name, strategy_info, strategy_names
+from spartito.registry import default_name, simplest_first, strategy_info, strategy_names
 
+ALL = "all"
 SWEEPS = ("workers", "batch_size")
 PROCESSES, COMPOSE = "processes", "compose"
 RUNNERS = (PROCESSES, COMPOSE)
@@ -37,25 +37,19 @@ class Planned:
     not have as many as it takes by itself.
     """
 
-    strategy: str
+    strategy: Declared
     workers: int
     ps: int = 0
     batch_size: int | None = None
     sweep: str | None = None
     slow: Mapping[str, float] = field(default_factory=dict)
     repeat: int = 1
-    options: Mapping[str, Any] = field(default_factory=dict)
     threads: int | None = None
-
-    @property
-    def title(self) -> str:
-        """The strategy and its options."""
-        return Variant(self.strategy, self.options).title
 
     @property
     def setting(self) -> str:
         """What its repeats have in common, and no other run has; a name for a folder."""
-        name = re.sub(r"[^\w.]+", "-", self.title).strip("-")
+        name = self.strategy.slug
         if self.threads is not None:
             name += f"-threads-{self.threads}"
         if self.sweep is None:
@@ -69,7 +63,7 @@ class Planned:
 
     def __str__(self) -> str:
         """As progress says it: ``mirrored, 2 workers``."""
-        parts = [self.title, f"{self.workers} worker{'s' if self.workers > 1 else ''}"]
+        parts = [str(self.strategy), f"{self.workers} worker{'s' if self.workers > 1 else ''}"]
         parts += [f"repeat {self.repeat}"] if self.repeat > 1 else []
         if self.threads is not None:
             parts.append(f"{self.threads} thread{'s' if self.threads > 1 else ''}")
@@ -208,20 +202,20 @@ def make_plan(
     threads that wait for one another are another thing than processes that do.
     """
     program = _program(target, arguments)
-    chosen = read_variants(strategies, strategy_names() if known is None else known)
+    chosen = _strategies(strategies, strategy_names() if known is None else known)
     line = None if link is None else Link.read(link)
     if line and containers:
         raise UserError(f"--link {line} is for processes", "Leave --on compose out.")
     apart = (containers, line) if workers > 1 else (None, None)
-    against = {one.strategy: _against(*apart, one.strategy) for one in chosen}
+    against = {one.name: _against(*apart, one.name) for one in chosen}
     left_out = [why for why in against.values() if why] if strategies == ALL else []
     if line and not left_out and any(against.values()):
         why = next(filter(None, against.values())).replace(" is left out: it", "")
         raise UserError(why, f"Compare others, as {default_name(2, 0)}, or leave --link out.")
-    chosen = [one for one in chosen if not (left_out and against[one.strategy])]
+    chosen = [one for one in chosen if not (left_out and against[one.name])]
     if ps is not None and ps < 1:
         raise UserError(f"--ps {ps} is less than 1")
-    infos = [strategy_info(one.strategy) for one in chosen]
+    infos = [strategy_info(one.name) for one in chosen]
     if ps is not None and not any(info.needs_servers for info in infos):
         raise UserError(
             f"--ps {ps} is for {default_name(1, ps)}, which is not among {strategies}",
@@ -240,11 +234,10 @@ def make_plan(
             )
     table = [
         Planned(
-            one.strategy,
+            one,
             min(workers, info.most_replicas or workers),
             (ps or 1) if info.needs_servers else 0,
             batch_size,
-            options=one.options,
         )
         for one, info in zip(chosen, infos, strict=True)
     ]
@@ -275,6 +268,13 @@ def make_plan(
         left_out,
         line,
     )
+
+
+def _strategies(text: str, known: Sequence[str]) -> list[Declared]:
+    """Those that ``--strategies`` names; all from the simplest on."""
+    if text.strip() == ALL:
+        return [Declared(name) for name in sorted(known, key=simplest_first)]
+    return parse_all(text, "--strategies")
 
 
 def _with_few_threads(table: Sequence[Planned], workers: int, cores: int | None) -> list[Planned]:
@@ -349,7 +349,7 @@ def _added(table: Sequence[Planned], sweep: str, values: Sequence[int]) -> list[
 
 
 def _most(run: Planned) -> float:
-    return strategy_info(run.strategy).most_replicas or math.inf
+    return strategy_info(run.strategy.name).most_replicas or math.inf
 
 
 def _setting(sweep: str, value: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import signal
@@ -222,8 +221,7 @@ class _Results:
         fit = result["config"].get("fit") or {}
         self.runs.append(
             {
-                "strategy": planned.strategy,
-                "options": dict(planned.options),
+                "strategy": str(planned.strategy),
                 "workers": planned.workers,
                 "ps": planned.ps,
                 "threads": planned.threads,
@@ -284,8 +282,6 @@ def command(plan: Plan, planned: Planned) -> list[str]:
     words = [sys.executable, "-m", "spartito", "run", f"--strategy={planned.strategy}"]
     words += [f"--workers={planned.workers}"]
     words += [f"--ps={planned.ps}"] if planned.ps else []
-    if planned.options:
-        words += [f"--strategy-options={json.dumps(dict(planned.options))}"]
     words += [f"--link={plan.link}"] if plan.link else []
     words += [f"--slow={task}={fraction}" for task, fraction in planned.slow.items()]
     data = None if plan.data is None else str(plan.data)

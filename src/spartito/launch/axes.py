@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from spartito.declared import Declared
 from spartito.errors import UserError
 
 
@@ -48,18 +49,18 @@ def mesh_size(options: Mapping[str, Any]) -> int | None:
     return math.prod(axes.values())
 
 
-def pipeline_size(strategy: str | None, options: Mapping[str, Any]) -> int | None:
+def pipeline_size(strategy: Declared) -> int | None:
     """The tasks of one pipeline, where its stages are given.
 
     Args:
-        strategy: Its name.
-        options: Its keyword arguments.
+        strategy: A strategy and its options.
 
     Returns:
         Their number; None for other strategies, and for stages that do not divide.
     """
+    options = strategy.options
     usual = 2 if options.get("schedule") == "interleaved" else 1
     stages, each = options.get("stages"), options.get("stages_per_task") or usual
-    if strategy != "pipeline" or not isinstance(stages, int) or not isinstance(each, int):
+    if strategy.name != "pipeline" or not isinstance(stages, int) or not isinstance(each, int):
         return None
     return stages // each if stages > 0 and each > 0 and stages % each == 0 else None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from spartito.cluster.endpoints import parse_range
+from spartito.declared import Declared, declared_by, json_options, parse
 from spartito.errors import UserError
 from spartito.launch.axes import mesh_size, parse_axes, pipeline_size
 from spartito.launch.roles import Roles
@@ -139,8 +140,11 @@ class JobSpec:
 
     Args:
         program: what every task runs.
-        strategy: its name; None lets ``SPARTITO_STRATEGY`` decide, else the number of tasks.
-        strategy_options: its keyword arguments as a JSON object.
+        strategy: its text form, as ``local_sgd(every=20)``; None lets ``SPARTITO_STRATEGY``
+            decide, else the number of tasks. Once a job is made, all that it says of a strategy
+            which it names is in this one text; see `declared`.
+        strategy_options: further keyword arguments as a JSON object, which win; they stay here
+            where no strategy is named.
         mesh: short for the option ``mesh``, as ``data=2,model=2``; the strategy is then mesh
             (pipeline, with an axis of this name), and
             the axes say how many tasks compute.
@@ -161,9 +165,13 @@ class JobSpec:
     """
 
     program: Program
-    strategy: str | None = option(f"One of {', '.join(strategy_names())}.", metavar="NAME")
+    strategy: str | None = option(
+        f"One of {', '.join(strategy_names())}; options in parentheses, as 'local_sgd(every=20, "
+        "inside=sharded(zero=2))'.",
+        metavar="STRATEGY",
+    )
     strategy_options: str | None = option(
-        "The strategy's keyword arguments, a JSON object.", metavar="JSON"
+        "Further options of the strategy, a JSON object; they win.", metavar="JSON"
     )
     mesh: str | None = option(
         "The axes over which a model is laid out, as data=2,model=2; the strategy is then mesh "
@@ -210,41 +218,44 @@ class JobSpec:
             parse_range(self.ports, "--ports")
         if self.workers is not None and self.workers < 1:
             raise UserError(f"--workers {self.workers} is less than 1")
-        if self.strategy is not None:
-            strategy_info(self.strategy)
-        if self.strategy_options is not None:
-            _check_options(self.strategy_options)
-        self._take_in("--stages", self.stages, "stages", self.stages, "pipeline")
-        self._take_in(
-            "--microbatches", self.microbatches, "microbatches", self.microbatches, "pipeline"
-        )
+        asked = None if self.strategy is None else parse(self.strategy, "--strategy")
+        options = json_options(self.strategy_options, "--strategy-options")
+        for short in self._shorts(asked):
+            asked = _take_in(asked, options, *short)
+        if asked is not None:
+            asked = asked.with_options(options, "--strategy-options") if options else asked
+        object.__setattr__(self, "strategy", None if asked is None else str(asked))
+        left = json.dumps(options) if options and asked is None else None
+        object.__setattr__(self, "strategy_options", left)
+
+    def _shorts(self, asked: Declared | None) -> Iterator[tuple[str, Any, str, Any, str]]:
+        """What is said in short: the flag, as typed, the option, its value, whose it is."""
+        for name, said in {"stages": self.stages, "microbatches": self.microbatches}.items():
+            if said is not None:
+                yield f"--{name}", said, name, said, "pipeline"
         if self.mesh is not None:
             axes = parse_axes(self.mesh)
-            stands_for = "pipeline" if "pipeline" in axes else "mesh"
-            self._take_in("--mesh", self.mesh, "mesh", axes, self.strategy or stands_for)
+            stands_for = "pipeline" if "pipeline" in axes or self._is_pipeline else "mesh"
+            yield "--mesh", self.mesh, "mesh", axes, asked.name if asked else stands_for
 
-    def _take_in(self, flag: str, said: Any, name: str, value: Any, strategy: str) -> None:
-        """Make ``value`` the option ``name`` of the strategy, which ``flag`` is short for."""
-        if value is None:
-            return
-        if self.strategy not in (None, strategy):
-            raise UserError(
-                f"{flag} {said} under --strategy {self.strategy}, which has no {name}",
-                f"Leave it out, or choose --strategy {strategy}.",
-            )
-        given = json.loads(self.strategy_options or "{}")
-        if given.get(name, value) != value:
-            raise UserError(
-                f"{flag} {said} and --strategy-options {self.strategy_options}",
-                f"Say once what {name} is.",
-            )
-        object.__setattr__(self, "strategy_options", json.dumps({**given, name: value}))
-        object.__setattr__(self, "strategy", strategy)
+    @property
+    def _is_pipeline(self) -> bool:
+        return self.stages is not None or self.microbatches is not None
+
+    @property
+    def declared(self) -> Declared | None:
+        """The strategy that the job names, with its options; None where it names none."""
+        return None if self.strategy is None else parse(self.strategy)
 
     @property
     def mesh_size(self) -> int | None:
         """How many tasks the mesh of the job has; None where none is given."""
-        return mesh_size(json.loads(self.strategy_options or "{}"))
+        return mesh_size(self._options)
+
+    @property
+    def _options(self) -> Mapping[str, Any]:
+        declared = self.declared
+        return declared.options if declared else json_options(self.strategy_options, "")
 
     def workers_on(self, machines: int) -> int | None:
         """The workers that each of so many machines gets.
@@ -260,8 +271,8 @@ class JobSpec:
         """
         if self.workers is not None:
             return self.workers
-        options = json.loads(self.strategy_options or "{}")
-        tasks = self.mesh_size or pipeline_size(self.strategy, options)
+        declared = self.declared
+        tasks = self.mesh_size or (pipeline_size(declared) if declared else None)
         if tasks is not None and tasks % machines:
             raise UserError(
                 f"{'a mesh' if self.mesh_size else 'a pipeline'} of {tasks} tasks on {machines} "
@@ -299,7 +310,7 @@ class JobSpec:
         servers: int | None = None,
         env: Mapping[str, str] | None = None,
         source: str | None = None,
-    ) -> str:
+    ) -> Declared:
         """Check that the job's roles and its strategy can be so.
 
         Args:
@@ -311,22 +322,22 @@ class JobSpec:
             source: what says already who is in the job, if anything does.
 
         Returns:
-            The strategy's name.
+            The strategy, with all that is said of it.
 
         Raises:
-            UserError: the strategy is unknown, or it or these roles cannot be.
+            UserError: the strategy or an option is unknown, or it or these roles cannot be.
         """
         roles.check(source)
         replicas = roles.workers if replicas is None else replicas
         servers = roles.ps if servers is None else servers
-        name = self.strategy or (env or {}).get(ENV_STRATEGY) or default_name(replicas, servers)
-        strategy_info(name).check(replicas, replicas if here is None else here, servers)
-        if self.mesh_size not in (None, replicas):
+        found = declared_by(self.environment(env or {}), default_name(replicas, servers))
+        strategy_info(found.name).check(replicas, replicas if here is None else here, servers)
+        if (size := mesh_size(found.options)) not in (None, replicas):
             raise UserError(
-                f"a mesh of {self.mesh_size} tasks in a job of {replicas}",
-                f"Start {self.mesh_size} tasks, or give axes whose sizes multiply to {replicas}.",
+                f"a mesh of {size} tasks in a job of {replicas}",
+                f"Start {size} tasks, or give axes whose sizes multiply to {replicas}.",
             )
-        return name
+        return found
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """What a job's options say to its tasks.
@@ -335,16 +346,21 @@ class JobSpec:
             env: what they inherit.
 
         Returns:
-            ``env``, and the variables that the options set.
+            ``env``, and the variables that the options set. Of a strategy that the job names,
+            its text says all; options that ``env`` has beside it hold where the job says nothing.
         """
+        told, declared = dict(env), self.declared
+        if declared is not None:
+            beside = json_options(told.pop(ENV_STRATEGY_OPTIONS, None), ENV_STRATEGY_OPTIONS)
+            declared = declared.with_options({**beside, **declared.options}, ENV_STRATEGY_OPTIONS)
         said = {
-            ENV_STRATEGY: self.strategy,
+            ENV_STRATEGY: None if declared is None else str(declared),
             ENV_STRATEGY_OPTIONS: self.strategy_options,
             ENV_PORTS: self.ports,
             ENV_INTERFACE: self.interface,
             ENV_TLS: "off" if self.insecure else None,
         }
-        return {**env, **{name: value for name, value in said.items() if value is not None}}
+        return {**told, **{name: value for name, value in said.items() if value is not None}}
 
 
 class Launcher(Protocol):
@@ -394,13 +410,27 @@ def check_folders_of_recipe(program: Program, command: str) -> None:
             )
 
 
-def _check_options(options: str) -> None:
-    try:
-        value = json.loads(options)
-    except json.JSONDecodeError as error:
-        raise UserError(f"--strategy-options {options!r} is not JSON: {error}") from error
-    if not isinstance(value, dict):
+def _take_in(
+    asked: Declared | None,
+    options: dict[str, Any],
+    flag: str,
+    said: Any,
+    name: str,
+    value: Any,
+    strategy: str,
+) -> Declared:
+    """Put ``value`` among ``options``, which ``flag`` is short for; the strategy that has it."""
+    if asked is not None and asked.name != strategy:
         raise UserError(
-            f"--strategy-options {options!r} is not a JSON object",
-            "Write the keyword arguments as '{\"name\": value}'.",
+            f"{flag} {said} under --strategy {asked}, which has no {name}",
+            f"Leave it out, or choose --strategy {strategy}.",
         )
+    asked = asked or Declared(strategy)
+    given = {**asked.options, **options}
+    if given.get(name, value) != value:
+        raise UserError(
+            f"{flag} {said}, but the strategy's option {name} is {given[name]!r}",
+            f"Say once what {name} is.",
+        )
+    options[name] = value
+    return asked

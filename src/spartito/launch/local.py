@@ -142,7 +142,9 @@ class Local(Processes):
                 )
             servers = len(joins.spec.addresses.get("ps", ())) if joins and joins.spec else None
             count, here = position.nodes * roles.workers, position.locals * roles.workers
-            strategy = job.choose(roles, count, here, servers=servers, env=variables, source=source)
+            strategy = job.choose(
+                roles, count, here, servers=servers, env=variables, source=source
+            ).name
             if position.task is None and position.nodes == 1:
                 variables = with_secret(variables)  # else others start the rest of the job
             if position.node == position.local == 0:

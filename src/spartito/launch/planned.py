@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spartito.declared import Declared
 from spartito.errors import UserError
 from spartito.launch.roles import Roles
-from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS, ENV_TIMEOUT, ENV_TLS
+from spartito.names import ENV_STRATEGY, ENV_TIMEOUT, ENV_TLS
 from spartito.registry import default_name, strategy_info
 
 NAMES = {"ps": "parameter server"}
@@ -35,9 +36,8 @@ class Planned:
     name: str
     about: str
     command: tuple[str, ...]
-    strategy: str
+    strategy: Declared
     roles: Roles
-    strategy_options: str | None = field(default=None, kw_only=True)
     timeout: float = field(default=300.0, kw_only=True)
     insecure: bool = field(default=False, kw_only=True)
 
@@ -62,10 +62,7 @@ class Planned:
     @property
     def said(self) -> dict[str, str]:
         """What the environment of every task begins with."""
-        told = {ENV_STRATEGY: self.strategy}
-        if self.strategy_options is not None:
-            told[ENV_STRATEGY_OPTIONS] = self.strategy_options
-        return told | {ENV_TIMEOUT: f"{self.timeout:g}"}
+        return {ENV_STRATEGY: str(self.strategy), ENV_TIMEOUT: f"{self.timeout:g}"}
 
     @property
     def tls(self) -> dict[str, str]:

@@ -150,14 +150,14 @@ class Slurm:
                 "--chief under Slurm, where worker 0 hands out the work", "Leave --chief out."
             )
         strategy = job.choose(roles)
-        here = self._check_nodes(strategy, roles)
+        here = self._check_nodes(strategy.name, roles)
         for flag, value in {"partition": self.ps_partition, "memory": self.ps_memory}.items():
             if value is not None and self.ps_nodes is None:
                 raise UserError(
                     f"--ps-{flag} {value}, but no machines are for servers alone",
                     "Add --ps-nodes 1.",
                 )
-        check_gpus(strategy, self.gres, self.gpus_per_node, self.nodes, roles)
+        check_gpus(strategy.name, self.gres, self.gpus_per_node, self.nodes, roles)
         limit = None if self.time is None else time_seconds(self.time)
         if self.signal is not None:
             check_signal(self.signal, limit)
@@ -183,7 +183,6 @@ class Slurm:
             strategy=strategy,
             roles=roles,
             asked=self,
-            strategy_options=job.strategy_options,
             out=None if job.out is None else _named(job.out),
             memory=self._memory("--memory", self.memory, self.nodes, here),
             ports=None if job.ports is None else parse_range(job.ports, "--ports"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spartito.cluster.listed import ENV_EVALUATOR, ENV_PS
+from spartito.declared import Declared
 from spartito.errors import EXIT_PREEMPTED, EXIT_TASK_LOST, EXIT_USER
 from spartito.launch.local import RUNTIME
 from spartito.launch.slurm_values import SIGNAL, Array
@@ -17,7 +18,6 @@ from spartito.names import (
     ENV_SECRET,
     ENV_SECRET_FILE,
     ENV_STRATEGY,
-    ENV_STRATEGY_OPTIONS,
     ENV_TLS,
 )
 
@@ -65,10 +65,9 @@ class BatchJob:
     name: str
     about: str
     command: tuple[str, ...]
-    strategy: str
+    strategy: Declared
     roles: Roles
     asked: Slurm
-    strategy_options: str | None = None
     out: str | None = None
     memory: int | None = None
     ports: range | None = None
@@ -218,9 +217,7 @@ def _options_apart(job: BatchJob) -> Iterator[tuple[str, str | int]]:
 
 def _variables(job: BatchJob) -> Iterator[tuple[str, str | int]]:
     """What the tasks find in their environment."""
-    yield ENV_STRATEGY, job.strategy
-    if job.strategy_options is not None:
-        yield ENV_STRATEGY_OPTIONS, shlex.quote(job.strategy_options)
+    yield ENV_STRATEGY, shlex.quote(str(job.strategy))
     if job.roles.ps:
         yield ENV_PS, job.roles.ps
     if job.roles.evaluator:

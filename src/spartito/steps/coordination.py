@@ -96,8 +96,8 @@ class Coordination(ABC):
         """What this task exchanged with the others so far."""
 
     def describe(self) -> dict[str, Any]:
-        """What a run's settings should tell of it, as JSON."""
-        return {"strategy": self.name}
+        """What a run's settings should tell beside the strategy, as JSON."""
+        return {}
 
     @contextmanager
     def during(self, purpose: str, optimizer: Optimizer | None = None) -> Generator[None]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
 from spartito.cluster.resolver import remarks, resolve
+from spartito.declared import declared_by, parse
 from spartito.errors import UserError
 from spartito.log import note
 from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
@@ -29,13 +29,14 @@ from spartito.strategies.sharded import ShardedStrategy
 def strategy(name: str | None = None, **options: Any) -> Strategy:
     """The strategy that was asked for.
 
-    Without a name that is ``SPARTITO_STRATEGY`` with its options in ``SPARTITO_STRATEGY_OPTIONS``
-    (a JSON object), as `spartito run` sets them; else the cluster decides: a ps in it means
-    parameter_server, several processes multi_worker_mirrored, one means one_device.
+    Without a name that is ``SPARTITO_STRATEGY``, as `spartito run` sets it, with the options in
+    ``SPARTITO_STRATEGY_OPTIONS`` (a JSON object) on top; else the cluster decides: a ps in it
+    means parameter_server, several processes multi_worker_mirrored, one means one_device.
 
     Args:
-        name: One of Spartito's own, or one that a package adds.
-        **options: Keyword arguments of its class.
+        name: One of Spartito's own, or one that a package adds; with options in parentheses if
+            you like, as ``local_sgd(every=20, inside=sharded(zero=2))``.
+        **options: Keyword arguments of its class; they win.
 
     Returns:
         A strategy that is not connected yet.
@@ -44,18 +45,17 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
         UserError: For an unknown name or option, or a cluster on which it cannot run.
     """
     cluster = resolve()
-    chosen = name or os.environ.get(ENV_STRATEGY) or ""
-    chosen = chosen or default_name(cluster.world_size, len(cluster.addresses.get("ps", ())))
-    kind = strategy_class(chosen)
-    if name is None:
-        options = {**_environment_options(), **options}
+    default = default_name(cluster.world_size, len(cluster.addresses.get("ps", ())))
+    asked = declared_by(os.environ, default) if name is None else parse(name)
+    kind = strategy_class(asked.name)
+    options = {**asked.options, **options}
     _check_options(kind, options)
     made: Strategy = kind(cluster=cluster, **options)
     made.engine  # noqa: B018 - which refuses what the job cannot have
     if made.is_chief:
         count, tasks = made.num_replicas, cluster.num_computing
         spread = f" on {tasks} tasks" if tasks > count else ""
-        note("%s, %d replica%s%s (%s)", chosen, count, "s"[: count > 1], spread, cluster.source)
+        note("%s, %d replica%s%s (%s)", made, count, "s"[: count > 1], spread, cluster.source)
         for remark in remarks(cluster):
             note("%s", remark)
     return made
@@ -99,23 +99,6 @@ def _check_options(kind: Callable[..., Strategy], options: dict[str, Any]) -> No
             raise UserError(
                 f"{getattr(kind, 'name', kind)} has no option {option!r}", nearest(option, known)
             )
-
-
-def _environment_options() -> dict[str, Any]:
-    text = os.environ.get(ENV_STRATEGY_OPTIONS) or "{}"
-    try:
-        options = json.loads(text)
-    except ValueError as error:
-        raise UserError(
-            f"{ENV_STRATEGY_OPTIONS}={text!r} is no JSON: {error}",
-            'Give keyword arguments: {"timeout": 60}.',
-        ) from error
-    if not isinstance(options, dict):
-        raise UserError(
-            f"{ENV_STRATEGY_OPTIONS}={text!r} is no JSON object",
-            'Give keyword arguments: {"timeout": 60}.',
-        )
-    return options
 
 
 __all__ = [

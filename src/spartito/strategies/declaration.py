@@ -20,6 +20,7 @@ from spartito.cluster.recovery import Recovery
 from spartito.cluster.resolver import resolve
 from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
 from spartito.data.batch import Batch
+from spartito.declared import Declared, described, parse
 from spartito.engine.devices import choose_device
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike
@@ -151,6 +152,18 @@ class Strategy:
             )
         found: Step = made(**{**given, "cluster": whole.job})
         return found
+
+    @property
+    def declared(self) -> Declared:
+        """What was said of it, and is not so anyway."""
+        said = {each.name: getattr(self, each.name) for each in fields(self)}
+        defaults = {each.name: each.default for each in fields(self)}
+        kept = {name: value for name, value in said.items() if value != defaults[name]}
+        return described(self.name, {n: v for n, v in kept.items() if n != "cluster"})
+
+    def __str__(self) -> str:
+        """Its text form, as ``local_sgd(every=20)``."""
+        return str(self.declared)
 
     @property
     def coordination(self) -> Coordination:
@@ -457,11 +470,11 @@ class Strategy:
         self.close()
 
 
-def nested(inside: Strategy | str, job: ClusterSpec) -> Strategy:
+def nested(inside: Strategy | Declared | str, job: ClusterSpec) -> Strategy:
     """A strategy that another one has inside.
 
     Args:
-        inside: It, or its text.
+        inside: It, or its text form.
         job: All tasks.
 
     Raises:
@@ -469,7 +482,8 @@ def nested(inside: Strategy | str, job: ClusterSpec) -> Strategy:
     """
     if isinstance(inside, Strategy):
         return inside
-    if not isinstance(inside, str):
+    if not isinstance(inside, Declared | str):
         raise UserError(f"inside={inside!r}", "Give a strategy: inside=ShardedStrategy(zero=2).")
-    found: Strategy = strategy_info(inside).load()(cluster=job)
+    asked = parse(inside, "inside") if isinstance(inside, str) else inside
+    found: Strategy = strategy_info(asked.name).load()(cluster=job, **asked.options)
     return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from spartito.collectives.placement import PROCESS_GROUP
+from spartito.declared import Declared
 from spartito.errors import UserError
 from spartito.local import sending
 from spartito.local.outer import Average, Outer, choose
@@ -65,7 +66,7 @@ class LocalSGDStrategy(Strategy):
     sites: Sites = None
     overlap: bool | int = False
     mixing: float | None = None
-    inside: Strategy | str = "multi_worker_mirrored"
+    inside: Strategy | Declared | str = "multi_worker_mirrored"
 
     def __post_init__(self) -> None:
         super().__post_init__()

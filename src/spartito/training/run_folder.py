@@ -199,5 +199,6 @@ class RunFolder(Callback):
                 "seed": trainer.seed,
             },
             **trainer.coordination.describe(),
+            "strategy": str(trainer.strategy),
             **trainer.about,
         }

@@ -291,7 +291,7 @@ def _position(trainer: Trainer) -> dict[str, Any]:
     """Where the training is, and on what, for people who look into a manifest."""
     coordination = trainer.coordination
     return {
-        "strategy": coordination.name,
+        "strategy": str(trainer.strategy),
         "tasks": coordination.cluster.num_computing,
         "step": trainer.step,
         "epoch": trainer.epoch,

@@ -276,8 +276,8 @@ def _slow(found: Comparison) -> str | None:
         return None
     task, share = next(iter(slowed[0].slow.items()))
     given = f"With {task} at {share:.0%} of its speed"
-    waiting = [run for run in slowed if not is_asynchronous(run.strategy)]
-    free = [run for run in slowed if is_asynchronous(run.strategy)]
+    waiting = [run for run in slowed if not is_asynchronous(run.strategy.name)]
+    free = [run for run in slowed if is_asynchronous(run.strategy.name)]
     if not waiting:
         return None
     synchronous = max(waiting, key=rate_of)
@@ -313,7 +313,7 @@ def _line(found: Comparison) -> str | None:
     if (most.waited_for_tasks or 0.0) < HELD_UP:
         return f"{at} nobody is held up: {_sends(most)}, which is the most."
     if best is most or is_same_speed(best, most):
-        couples = any(run.strategy == "local_sgd" for run in runs)
+        couples = any(run.strategy.name == "local_sgd" for run in runs)
         return f"{at} {_sends(most)}." + (
             ""
             if couples
@@ -331,7 +331,7 @@ def _sends(run: Figures) -> str:
 
 def _one_device(found: Comparison) -> str | None:
     """Where the exchange eats what more workers gain."""
-    alones = [run for run in found.done if run.strategy == "one_device"]
+    alones = [run for run in found.done if run.strategy.name == "one_device"]
     others = [run for run in found.done if run.workers > 1]
     if not alones or not others:
         return None
@@ -391,7 +391,7 @@ _KEEPS = {
 
 def _memory(found: Comparison) -> str | None:
     """What it saves to keep the parameters once, or in parts."""
-    peaks = {run.strategy: run.peak_memory for run in found.done if run.memory}
+    peaks = {run.strategy.name: run.peak_memory for run in found.done if run.memory}
     whole = peaks.get("mirrored") or peaks.get("multi_worker_mirrored")
     kept = {name: peaks[name] or 0 for name in _KEEPS if peaks.get(name)}
     if not whole or not kept:

@@ -108,7 +108,8 @@ def simplest(runs: Sequence[Figures]) -> Figures:
 
 
 def _complexity(run: Figures) -> tuple[tuple[int, str], int, bool]:
-    return simplest_first(run.strategy), len(run.options), run.asked_threads is not None
+    options = str(run.strategy).count("=")
+    return simplest_first(run.strategy.name), options, run.asked_threads is not None
 
 
 def rate_of(run: Figures) -> float:

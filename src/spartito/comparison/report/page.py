@@ -94,9 +94,7 @@ def _subtitle(found: Comparison, record: Record) -> str:
         part
         for part in (
             "comparison",
-            plural(
-                len({(r.strategy, str(r.options)) for r in found.runs}), "strategy", "strategies"
-            ),
+            plural(len({run.strategy for run in found.runs}), "strategy", "strategies"),
             plural(workers, "worker") if workers else "",
             plural(servers, "parameter server") if servers else "",
             plural(int(cores), "core") if cores else "",

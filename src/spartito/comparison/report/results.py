@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from spartito.comparison.report.outcome import DIVERGED, DONE, FAILED, Outcome, outcome
+from spartito.declared import Declared, parse
 from spartito.errors import UserError
-from spartito.registry import title_of
 from spartito.report.figures import (
     VALIDATION,
     figure,
@@ -94,8 +94,7 @@ class Figures:
     ``least_noise`` is the part by which two runs of the same engine differ here: so much is noise.
     """
 
-    strategy: str
-    options: Mapping[str, Any]
+    strategy: Declared
     workers: int
     ps: int
     batch_size: int | None
@@ -130,8 +129,10 @@ class Figures:
 
     @property
     def title(self) -> str:
-        """What it is called: its strategy and the options of that."""
-        return run_title(self.strategy, self.options, self.asked_threads)
+        """What it is called: its strategy, and threads that it was given."""
+        if self.asked_threads is None:
+            return str(self.strategy)
+        return f"{self.strategy} ({plural(self.asked_threads, 'thread')})"
 
     @property
     def is_done(self) -> bool:
@@ -237,28 +238,20 @@ def comparison(record: Record) -> Comparison:
     )
 
 
-def run_title(strategy: str, options: Mapping[str, Any], threads: int | None = None) -> str:
-    """What a run is called: its strategy, the options of that, and threads that it was given."""
-    title = title_of(strategy, options)
-    return title if threads is None else f"{title} ({plural(threads, 'thread')})"
-
-
 SAME_ENGINE = frozenset({"mirrored", "multi_worker_mirrored"})
 """Strategies that compute and exchange alike where all tasks are on one machine."""
 
 
 def is_same_engine(one: Figures, other: Figures) -> bool:
     """Whether two runs on one machine did the same thing under two names."""
-    alike = (one.workers, one.batch_size, one.options) == (
-        other.workers, other.batch_size, other.options
-    )  # fmt: skip
-    slowed = one.slow == other.slow
-    return alike and slowed and {one.strategy, other.strategy} <= SAME_ENGINE
+    alike = (one.workers, one.batch_size, one.slow) == (other.workers, other.batch_size, other.slow)
+    names = {one.strategy.name, other.strategy.name}
+    return alike and names <= SAME_ENGINE and one.strategy.options == other.strategy.options
 
 
 def engine_noise(runs: Sequence[Figures]) -> float:
     """The largest part by which the speeds of two runs of the same engine differ; 0 for none."""
-    known = [run for run in runs if run.is_done and run.strategy in SAME_ENGINE and run.rate]
+    known = [run for run in runs if run.is_done and run.strategy.name in SAME_ENGINE and run.rate]
     return max(
         (
             abs((one.rate or 0.0) - (other.rate or 0.0)) / max(one.rate or 0.0, other.rate or 0.0)
@@ -364,8 +357,7 @@ def _figures(run: Record, epochs: Sequence[Epoch], quality: str, goal: Goal | No
         ended = Outcome(FAILED, "none of its epochs has a speed")
     batch_size = run.get("batch_size") or fit.get("batch_size")
     return Figures(
-        strategy=str(run["strategy"]),
-        options=run.get("options") or {},
+        strategy=parse(str(run["strategy"]), "a comparison", checked=False),
         workers=int(run["workers"]),
         ps=int(run.get("ps") or 0),
         batch_size=batch_size,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import platform
@@ -20,6 +19,7 @@ from spartito.cluster.endpoints import check_drawn
 from spartito.cluster.resolver import remarks
 from spartito.cluster.spec import NO_RANK, ClusterSpec, split_address
 from spartito.collectives.placement import PROCESS_GROUP
+from spartito.declared import declared_by
 from spartito.device import (
     available_cores,
     available_memory,
@@ -30,7 +30,6 @@ from spartito.device import (
 from spartito.doctor.facts import network
 from spartito.doctor.findings import Facts, Memory, Space
 from spartito.errors import UserError
-from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS
 from spartito.registry import default_name
 
 PACKAGES = ("spartito", "torch")
@@ -84,10 +83,9 @@ def collect(spec: ClusterSpec, env: Mapping[str, str], seconds: float) -> Facts:
 def communication_of(env: Mapping[str, str]) -> str:
     """How replicas are to exchange, by the options of the strategy in ``env``; "auto" if unset."""
     try:
-        options = json.loads(env.get(ENV_STRATEGY_OPTIONS) or "{}")
-    except ValueError:
+        found = declared_by(env, default_name(2, 0)).options.get("communication")
+    except UserError:
         return "auto"  # training says what is wrong with them
-    found = options.get("communication") if isinstance(options, dict) else None
     return found if isinstance(found, str) else "auto"
 
 
@@ -97,7 +95,10 @@ def plan_of(spec: ClusterSpec, env: Mapping[str, str], gpus: int) -> str:
         here = f"{gpus} workers, one per GPU" if gpus > 1 else "1 worker"
         return f"Nothing describes a cluster, so spartito run would start {here} on this machine"
     servers = len(spec.addresses.get("ps", ()))
-    strategy = env.get(ENV_STRATEGY) or default_name(spec.world_size, servers)
+    try:
+        strategy = str(declared_by(env, default_name(spec.world_size, servers)))
+    except UserError as error:
+        strategy = f"unknown: {str(error).splitlines()[0]}"
     rank = f"rank {spec.rank} of {spec.world_size}" if spec.rank != NO_RANK else "no replica"
     meeting = f", rendezvous at {spec.rendezvous}" if spec.rendezvous else ""
     return f"This is {spec.task} by {spec.source}: {rank}, strategy {strategy}{meeting}"

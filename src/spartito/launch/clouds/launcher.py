@@ -104,7 +104,7 @@ class Cloud(ABC):
         """
         program, roles = job.program, job.roles()
         strategy = job.choose(roles)
-        check_apart(strategy, roles, "each task has a node of its own")
+        check_apart(strategy.name, roles, "each task has a node of its own")
         self._check_values(own["image"])
         check_folders_of_recipe(program, tool)
         name = job.name or name_of(program.title)
@@ -123,7 +123,6 @@ class Cloud(ABC):
             about=program.title,
             command=("python", *map(_at_home, words[:ours]), *map(shlex.quote, words[ours:])),
             strategy=strategy,
-            strategy_options=job.strategy_options,
             roles=roles,
             run=f"{runs}/{name}",
             scripts=None if script is None else named_here("the script's folder", script.parent),
@@ -275,7 +274,7 @@ class Dstack(Cloud):
             out=out,
             image=self.image,
         )
-        for word in (*found.command, *found.setup, found.strategy_options or ""):
+        for word in (*found.command, *found.setup, str(found.strategy)):
             if "${{" in word:
                 raise UserError(
                     f"{word[:99]!r}: dstack would put a value in for ${{{{", "Reword it."

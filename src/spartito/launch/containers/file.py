@@ -12,10 +12,11 @@ import yaml
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import ClusterSpec
 from spartito.cluster.tf_config import from_tf_config
+from spartito.declared import parse
 from spartito.errors import UserError
 from spartito.launch.containers.plan import JOB_NAME
 from spartito.names import ENV_SECRET, ENV_SECRET_FILE, ENV_STRATEGY, ENV_TLS
-from spartito.registry import strategy_info, strategy_names
+from spartito.registry import strategy_info
 
 RESTARTS_LABEL = "spartito.restarts"
 """By which a compose file says how often who follows the job starts a lost task again."""
@@ -122,7 +123,7 @@ class JobFile:
         specs = [self.spec(name) for name in self.tasks]
         named = {self._environment(name).get(ENV_STRATEGY, "") for name in self.services}
         return any(spec is not None and spec.addresses.get("ps") for spec in specs) or any(
-            strategy_info(name).needs_servers for name in named & set(strategy_names())
+            map(_needs_servers, named)
         )
 
     @property
@@ -148,6 +149,13 @@ class JobFile:
     def goes_on_without(self, service: str) -> bool:
         """Whether the engine starts a lost ``service`` again while the others go on."""
         return str(self.services[service].get("restart", "no")) != "no"
+
+
+def _needs_servers(strategy: str) -> bool:
+    try:
+        return strategy_info(parse(strategy, checked=False).name).needs_servers
+    except UserError:  # its tasks say what is wrong with it
+        return False
 
 
 def _keeps_store(service: Mapping[str, Any]) -> bool:

@@ -101,14 +101,14 @@ class Compose(Recovering):
         check_text((program.name, *program.arguments))
         check_image(self.image)
         chosen = job.choose(roles)
-        self._check_machine(chosen, roles)
+        self._check_machine(chosen.name, roles)
         if self.recover and roles.ps:
             raise UserError(
                 "--recover with parameter servers in containers: the chief's journal is on no "
                 "volume there",
                 "Leave it out: all but the first task are started again without it.",
             )
-        self.check_recovers(chosen, roles)
+        self.check_recovers(chosen.name, roles)
         if self.recover and self.share_ipc:
             raise UserError(
                 "--recover with --share-ipc: the first container has the memory of all",
@@ -138,7 +138,6 @@ class Compose(Recovering):
             about=about,
             command=("python", *program.argv(there, out="/runs", data=data)),
             strategy=chosen,
-            strategy_options=job.strategy_options,
             roles=roles,
             out=_named(job.out or Path("runs") / name, whole=bool(machines)),
             image=self.image,

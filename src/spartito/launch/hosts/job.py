@@ -112,7 +112,7 @@ class Hosts(Processes):
                 plan.process(task, variables | (own if hosts[plan.machine_of(task)].here else {}))
                 for task in roles.tasks
             ]
-            strategy = job.choose(roles, env=variables)
+            strategy = job.choose(roles, env=variables).name
             processes = self.recovering(self.logged(processes, job, variables), strategy, roles)
             code = supervise(
                 processes,

@@ -129,8 +129,8 @@ class Kubernetes(Recovering):
         if self.kind not in KINDS:
             raise UserError(f"--kind {self.kind!r} is no kind of job", nearest(self.kind, KINDS))
         strategy = job.choose(roles)
-        check_apart(strategy, roles, "each pod is a machine of its own")
-        recovery = self._recovery(strategy, roles)
+        check_apart(strategy.name, roles, "each pod is a machine of its own")
+        recovery = self._recovery(strategy.name, roles)
         self._check_values(roles)
         check_folders_of_recipe(program, "kubernetes")
         name = job.name or name_of(program.title)
@@ -144,7 +144,6 @@ class Kubernetes(Recovering):
             about=program.title,
             command=("python", *program.argv(there, out=f"/runs/{name}", data=told)),
             strategy=strategy,
-            strategy_options=job.strategy_options,
             roles=roles,
             script=script,
             out=None if job.out is None else _claim("--out", str(job.out)),

@@ -62,7 +62,7 @@ class Logger(Callback):
     def _settings(self) -> dict[str, Any]:
         trainer = self.trainer
         return {
-            "strategy": trainer.coordination.name,
+            "strategy": str(trainer.strategy),
             "replicas": trainer.strategy.num_replicas,
             "epochs": trainer.epochs,
             "batch_size": trainer.batch_size,
