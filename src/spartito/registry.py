@@ -37,6 +37,7 @@ class StrategyInfo:
         asynchronous: whether replicas update without waiting for each other.
         recovers: whether a training goes on with the others when a replica is lost.
         most_replicas: the largest number of replicas; None for any number.
+        divides_model: whether tasks have a model between them.
         options: the keyword arguments of its class, but ``cluster``; None: only the class knows.
         inside: the strategies that its option ``inside`` can be.
     """
@@ -49,6 +50,7 @@ class StrategyInfo:
     asynchronous: bool = False
     recovers: bool = False
     most_replicas: int | None = None
+    divides_model: bool = False
     options: tuple[str, ...] | None = None
     inside: tuple[str, ...] = ()
 
@@ -146,6 +148,7 @@ BUILT_IN = {
         StrategyInfo(
             "mesh",
             "spartito.strategies.mesh:MeshStrategy",
+            divides_model=True,
             options=(
                 *("mesh", "layout", "names", "strict", "model"),
                 *_of_the_job("find_unused_parameters", "recovery"),
@@ -154,6 +157,7 @@ BUILT_IN = {
         StrategyInfo(
             "sharded",
             "spartito.strategies.sharded:ShardedStrategy",
+            divides_model=True,
             recovers=True,
             options=(
                 *("zero", "copies", "block_bytes", "offload"),
@@ -163,6 +167,7 @@ BUILT_IN = {
         StrategyInfo(
             "pipeline",
             "spartito.strategies.pipeline:PipelineStrategy",
+            divides_model=True,
             options=(
                 *("stages", "microbatches", "schedule", "split", "stages_per_task"),
                 *("mesh", "layout", "names", "strict"),

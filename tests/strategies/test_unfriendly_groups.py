@@ -157,7 +157,7 @@ FORMS: dict[str, tuple[str, int, dict[str, Any], list[list[int]]]] = {
     "replicas": ("local_sgd", 4, {"groups": GROUPS}, GROUPS),
     "uneven": ("local_sgd", 3, {"groups": [[0, 2], [1]], "outer": "diloco"}, [[0, 2], [1]]),
     "shards": ("local_sgd", 4, {"groups": 2, "inside": "sharded"}, GROUPS),
-    "whole shards": ("local_sgd", 4, {"groups": 2, "inside": "sharded", "zero": 1}, GROUPS),
+    "whole shards": ("local_sgd", 4, {"groups": 2, "inside": "sharded(zero=1)"}, GROUPS),
     "servers": (
         "parameter_server", 3, {"groups": 3, "quorum": 3, "min_shard_bytes": 16},
         [[0], [1], [2]],

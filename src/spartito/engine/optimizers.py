@@ -19,9 +19,13 @@ from spartito.log import warn
 
 OptimizerLike = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 
-
 WHOLE_SHAPE = "_spartito_whole_shape"
 """An attribute of parameters of which this task has a shard: the shape of the whole."""
+
+
+def whole_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of a whole parameter or buffer, also where this task has a shard of it."""
+    return tuple(getattr(tensor, WHOLE_SHAPE, tensor.shape))
 
 
 class NoOptimizer(Optimizer):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from math import prod
 from time import perf_counter
 from typing import Any
 
 from torch import nn
 
 from spartito.engine.gradients import Number, same
-from spartito.engine.optimizers import unwrap
+from spartito.engine.optimizers import unwrap, whole_shape
 from spartito.errors import UserError
 from spartito.local.coupling import Coupling
 from spartito.local.since import Meetings
@@ -238,19 +239,19 @@ class Fragments:
         if self._count == 1:
             return [self._parameters]
         learning = {id(parameter) for parameter in self._parameters}
-        layers: dict[str, list[nn.Parameter]] = {}
+        layers: dict[str, list[nn.Parameter]] = {}  # those of other tasks, too: all divide alike
         for name, parameter in unwrap(self._model).named_parameters():
-            if id(parameter) in learning:
+            if id(parameter) in learning or (parameter.is_meta and parameter.requires_grad):
                 layers.setdefault(name.rpartition(".")[0], []).append(parameter)
         if strict and len(layers) < self._count:
             raise UserError(
                 f"fragments={self._count} of a model of {len(layers)} layers that learn",
                 "A fragment has one layer at least.",
             )
-        sizes = [sum(p.numel() for p in each) for each in layers.values()]
+        sizes = [sum(prod(whole_shape(p)) for p in each) for each in layers.values()]
         parts = fragments_of(sizes, min(self._count, len(sizes))) if sizes else []
         each = list(layers.values())
-        found = [[p for number in part for p in each[number]] for part in parts]
+        found = [[p for n in part for p in each[n] if not p.is_meta] for part in parts]
         return found + [[] for _ in range(self._count - len(found))]
 
 

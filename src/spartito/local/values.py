@@ -294,9 +294,8 @@ class Replicas(Values):
         return self._parts.rank
 
     def follow(self, parameters: Sequence[nn.Parameter]) -> None:
-        here = [parameter for parameter in parameters if not parameter.is_meta]
-        super().follow(here)
-        self._shares = self._shares_of(here)
+        super().follow(parameters)
+        self._shares = self._shares_of(parameters)
 
     def square(self, flat: Tensor) -> float:
         if not self.is_divided:

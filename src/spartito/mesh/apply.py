@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from spartito.checkpoint.boxes import Box
 from spartito.engine.batchnorm import SynchronizedForward
-from spartito.engine.optimizers import LOADING, WHOLE_SHAPE
+from spartito.engine.optimizers import LOADING, WHOLE_SHAPE, whole_shape
 from spartito.engine.unmade import make
 from spartito.errors import UserError
 from spartito.mesh.layout import Layout, check_dims
-from spartito.mesh.names import Dims, name_dims, shape_of
+from spartito.mesh.names import Dims, name_dims
 from spartito.mesh.sharded import Axes
 from spartito.mesh.shown import HERE, PLAIN, Here, is_shown, shown
 from spartito.mesh.spec import Spec, replicated, spec
@@ -74,7 +74,7 @@ def plan(
     tensors: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
     found = {}
     for path, tensor in tensors.items():
-        dims, shape = named.get(path, ()), shape_of(tensor)
+        dims, shape = named.get(path, ()), whole_shape(tensor)
         if not dims:
             found[path] = Placed(path, (), shape, replicated(len(shape)))
             continue

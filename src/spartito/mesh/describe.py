@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from spartito.engine.optimizers import whole_shape
 from spartito.errors import UserError
 from spartito.mesh import apply
 from spartito.mesh.collectives import Axis, summing_at_end
 from spartito.mesh.layout import Layout
-from spartito.mesh.names import shape_of
 from spartito.mesh.spec import Blocks
 
 FLOPS, BANDWIDTH, LATENCY = 3e10, 2e9, 4e-5
@@ -335,7 +335,7 @@ def _without_values(model: nn.Module) -> nn.Module:
 
 
 def _empty(tensor: Tensor) -> Tensor:
-    return torch.empty(shape_of(tensor), dtype=tensor.dtype, device="meta")
+    return torch.empty(whole_shape(tensor), dtype=tensor.dtype, device="meta")
 
 
 def _follow(model: nn.Module, axes: _Axes, flops: dict[str, int]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from spartito.engine.optimizers import WHOLE_SHAPE
+from spartito.engine.optimizers import whole_shape
 from spartito.errors import UserError
 from spartito.mesh.layout import Dim
 from spartito.names import nearest
@@ -78,18 +78,6 @@ def name_dims(model: nn.Module, names: Mapping[str, Sequence[str | None]] = {}) 
     return found
 
 
-def shape_of(tensor: Tensor) -> tuple[int, ...]:
-    """The shape of the whole tensor, also where this task has a shard of it.
-
-    Args:
-        tensor: A parameter or buffer of a model.
-
-    Returns:
-        Its sizes.
-    """
-    return tuple(getattr(tensor, WHOLE_SHAPE, tensor.shape))
-
-
 def _says(dims: Dims) -> int:
     """A vocabulary is the name that tied weights share."""
     return sum(2 if dim.name == "vocab" else dim.name not in (None, "features") for dim in dims)
@@ -108,7 +96,7 @@ def _given(
     dims = tuple(map(Dim.read, given))
     return tuple(
         _of_heads(dim, parent, size) if dim.name == "heads" else dim
-        for dim, size in zip(dims, shape_of(tensor), strict=True)
+        for dim, size in zip(dims, whole_shape(tensor), strict=True)
     )
 
 
@@ -148,7 +136,7 @@ def _widths(module: nn.Module) -> tuple[int, int] | None:
         return module.in_features, module.out_features
     if _is_conv1d(module):
         wide: Any = module
-        shape = shape_of(wide._parameters["weight"])
+        shape = whole_shape(wide._parameters["weight"])
         return shape[0], shape[1]
     return None
 

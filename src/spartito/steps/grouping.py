@@ -35,6 +35,7 @@ class Grouping:
         sites: Likewise.
         apart: Whether even a single group has meetings.
         beside: Whether these are held beside the computation.
+        alike: Whether groups are to be of one size: their tasks have a model between them.
     """
 
     column: JoinedGroups | None = None
@@ -43,8 +44,8 @@ class Grouping:
     near: JoinedGroups | None = None
     """Those of one's own site by their groups; without sites all of `column`."""
 
-    def __init__(self, asked: Asked, sites: Sites, apart: bool, beside: bool) -> None:
-        self._asked, self._asked_sites = asked, sites
+    def __init__(self, asked: Asked, sites: Sites, apart: bool, beside: bool, alike: bool) -> None:
+        self._asked, self._asked_sites, self._alike = asked, sites, alike
         self._apart, self._beside = apart, beside
         self.members: Members = ()
         self.sites: Members = ()
@@ -56,7 +57,7 @@ class Grouping:
             first = cluster.rank - cluster.local_rank
             return cluster.part(range(first, first + cluster.local_size))
         members = self.members or groups_of(self._asked, (), cluster.world_size)
-        sites_of(self._asked_sites, len(members))
+        self._check(members)
         return cluster.part(next(group for group in members if cluster.rank in group))
 
     def data_shard(self, own: tuple[int, int], cluster: ClusterSpec) -> tuple[int, int]:
@@ -75,7 +76,7 @@ class Grouping:
         everybody = (tuple(range(cluster.world_size)),)
         machines = rendezvous.placement().machines if cluster.world_size > 1 else everybody
         self.members = groups_of(self._asked, machines, cluster.world_size)
-        self.sites = sites_of(self._asked_sites, len(self.members))
+        self.sites = self._check(self.members)
         if len(self.members) == 1 and not self._apart:
             found = dict(inner(rendezvous, cluster))
             return {REPLICAS: found[DATA], **found}
@@ -85,9 +86,6 @@ class Grouping:
         own = inner(there, self.inside(cluster))
         inside, replicas, parts = own[WORLD], own[DATA], own[MODEL]
         shards = own.get(SHARDS, IdentityCollective())
-        if parts.world_size > 1 or shards.world_size > 1:
-            check_alike(self.members)
-            self._refuse_sites()
         levels = _Levels(rendezvous, cluster)
         if self.sites:
             return {**own, INSIDE: inside, **self._connect_sites(levels, inside)}
@@ -98,6 +96,13 @@ class Grouping:
             world = levels.join(JoinedGroups, "groups", self.members, inside)
             positions = [members.index(rank) for rank in replicas.ranks]
             alike = [tuple(group[at] for at in positions) for group in self.members]
+            if alike != sorted(alike):
+                raise UserError(
+                    f"groups={[list(group) for group in self.members]} of tasks that have a model "
+                    "between them: the first ones of all groups, the second ones and so on are to "
+                    "follow one another in the same order",
+                    f"Take neighbours: groups={len(self.members)}.",
+                )
             column = levels.join(JoinedGroups, COLUMN, alike, replicas)
             column.name = COLUMN
             rendezvous.keep(column)
@@ -142,12 +147,17 @@ class Grouping:
             line.moved = inside.heartbeat
             self.column.line = Lane(line)
 
-    def _refuse_sites(self) -> None:
-        if self.sites:
+    def _check(self, members: Members) -> Members:
+        """The sites of these groups; `UserError` for what cannot be."""
+        sites = sites_of(self._asked_sites, len(members))
+        if self._alike:
+            check_alike(members)
+        if self._alike and sites:
             raise UserError(
                 f"sites={self._asked_sites!r} of groups whose tasks have a model between them",
                 "Leave sites out: groups of sites have the whole model on each replica.",
             )
+        return sites
 
     @property
     def index(self) -> int:

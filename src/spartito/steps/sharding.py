@@ -261,7 +261,7 @@ class ShardingStep(SynchronousStep):
     def _load(self, saved: Saved) -> None:
         with self._as_shards():
             super()._load(saved)
-        if self._zero == 3:
+        if self._zero == 3 or self.outer.has(self._pairs.only):
             for home in dict.fromkeys(self._homes.values()):
                 home.loaded()
 

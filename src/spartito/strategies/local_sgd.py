@@ -13,6 +13,7 @@ from spartito.local import sending
 from spartito.local.outer import Average, Outer, choose
 from spartito.local.plan import TOKENS, Asked, Sites, check_weights, updates_between
 from spartito.local.turns import turns_of
+from spartito.registry import strategy_info
 from spartito.steps.base import Step
 from spartito.steps.grouping import Grouping
 from spartito.steps.local_sgd import LocalSGD
@@ -92,6 +93,7 @@ class LocalSGDStrategy(Strategy):
         every, turns, outer, *rest = self.__dict__["_loop"]
         groups, sites = (1, None) if self.is_evaluator else (self.groups, self.sites)
         apart = not isinstance(outer, Average)
-        grouping = Grouping(groups, sites, apart, turns.delay > 0)
-        loop = LocalSGD(grouping, every, turns, outer, *rest)
-        return nested(self.inside, self.job).step_of(self, loop)
+        inside = nested(self.inside, self.job)
+        alike = strategy_info(inside.name).divides_model and not self.is_evaluator
+        grouping = Grouping(groups, sites, apart, turns.delay > 0, alike)
+        return inside.step_of(self, LocalSGD(grouping, every, turns, outer, *rest))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from spartito.engine.optimizers import WHOLE_SHAPE
+from spartito.engine.optimizers import whole_shape
 from spartito.errors import UserError
 from spartito.training.modes import evaluating
 
@@ -173,7 +173,7 @@ def _statistics(module: nn.Module) -> list[Tensor]:
 def _count(tensor: Tensor, trainable: bool) -> Count:
     if is_lazy(tensor):
         return Count(unknown=1)
-    numel = math.prod(getattr(tensor, WHOLE_SHAPE, tensor.shape))  # of which a task may have less
+    numel = math.prod(whole_shape(tensor))  # of which a task may have less
     return Count(trainable=numel) if trainable else Count(fixed=numel)
 
 
