@@ -478,7 +478,7 @@ def test_what_a_thin_line_costs_and_who_does_without() -> None:
     assert said[0].startswith('Choose local_sgd(compress="4bit"): it is clearly the fastest')
     assert said[1] == (
         "On a line of 100 Mbit/s multi_worker_mirrored spends 95% of its time sending and waiting "
-        "(2.2 MB a step); local_sgd compress=4bit spends 13% of its time sending and waiting "
+        '(2.2 MB a step); local_sgd(compress="4bit") spends 13% of its time sending and waiting '
         "(14.4 kB a step), and does 10.0 times the examples/s."
     )
 

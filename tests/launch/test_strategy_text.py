@@ -20,7 +20,8 @@ from spartito.launch.containers.compose import compose_file
 from spartito.launch.containers.launcher import Compose
 from spartito.launch.job import JobSpec, Program
 from spartito.launch.kubernetes.file import job_file
-from spartito.launch.kubernetes.launcher import KINDS, Kubernetes
+from spartito.launch.kubernetes.launcher import Kubernetes
+from spartito.launch.kubernetes.plan import KINDS
 from spartito.launch.slurm import Slurm
 from spartito.launch.slurm_file import batch_file
 from spartito.names import ENV_STRATEGY
