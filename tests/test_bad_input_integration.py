@@ -73,6 +73,16 @@ QUICK = [
     command("train mnist --epochs many", "--epochs many is not a whole number"),
     command("train mnist --workers 0", "--workers 0 is less than 1"),
     command("run --strategy-options { script.py", "--strategy-options '{' is not JSON"),
+    command("run --strategy local_sgd(evry=5) script.py", "no option 'evry'", "mean 'every'"),
+    command("run --strategy local_sgd(every=5 script.py", "--strategy: expected , or )"),
+    command("run --strategy local_sgd(inside=mesh) script.py", "local_sgd cannot hold mesh"),
+    command('run --strategy-options {"evry":5} script.py', "no option 'evry'"),
+    command("compare script.py --strategies mirrored,(", "--strategies: expected the name"),
+    command("chaos script.py --strategy mirrored(a=1)", "--strategy: mirrored has no option 'a'"),
+    command("cluster slurm script.py --strategy local_sgd(evry=5)", "no option 'evry'"),
+    command(
+        "run script.py", "SPARTITO_STRATEGY: 'x' is not a strategy", env={"SPARTITO_STRATEGY": "x"}
+    ),
     command("run --nnodes 2 script.py", "--nnodes 2", "--master-addr"),
     command("run --nnodes 2 --node-rank 2 --master-addr a:1 script.py", "--node-rank 2", "0 to 1"),
     command("run --hosts a,b --nnodes 2 script.py", "--hosts and --nnodes exclude each other"),
@@ -213,9 +223,14 @@ def test_someone_else_at_the_rendezvous(commands: Commands) -> None:
 
 
 OPTIONS = {
-    "{": "='{' is no JSON",
-    "[1]": "='[1]' is no JSON object",
-    '{"timeuot": 1}': "one_device has no option 'timeuot'\n  Did you mean 'timeout'?",
+    "{": "SPARTITO_STRATEGY_OPTIONS '{' is not JSON",
+    "[1]": "SPARTITO_STRATEGY_OPTIONS '[1]' is not a JSON object",
+    '{"timeuot": 1}': (
+        "one_device has no option 'timeuot'\n"
+        "  one_device(timeuot=1)\n"
+        "             ^\n"
+        "  Did you mean 'timeout'?"
+    ),
     '{"timeout": "long"}': "timeout='long' is not a number of seconds above 0",
     '{"communication": "radio"}': "unknown communication 'radio'",
     '{"device": "gpu"}': "device='gpu' is none of torch's",

@@ -37,6 +37,7 @@ LAYERS = [
         "_lazy",
     },
     {"registry"},
+    {"declared"},
     {"cluster", "collectives", "data", "storage"},
     {"backend"},
     {"ps.protocol"},
@@ -67,9 +68,9 @@ NEIGHBOURS = {
 }
 """Packages of one layer that may import each other, one way; so may those of the lowest."""
 
-READS_FILES = {"report", "storage", "registry", *LAYERS[0]}
+READS_FILES = {"report", "storage", "registry", "declared", *LAYERS[0]}
 ONLY = {
-    "launch": {"launch", "cluster", "registry", *LAYERS[0]},
+    "launch": {"launch", "cluster", "registry", "declared", *LAYERS[0]},
     "report": READS_FILES,
     "comparison.report": {"comparison.report", *READS_FILES},
 }
@@ -84,6 +85,7 @@ LIGHT = {
     "__main__",
     "cluster",
     "registry",
+    "declared",
     *LAYERS[0],
 }
 """Packages that import none of `HEAVY`, nor a module of ours that does: they start at once."""

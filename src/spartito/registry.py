@@ -101,7 +101,6 @@ OF_THE_JOB = (
     "sync_batchnorm",
     "timeout",
     "communication",
-    "find_unused_parameters",
     "flush_denormals",
     "recovery",
 )
@@ -127,23 +126,20 @@ BUILT_IN = {
             "spartito.strategies.mirrored:MirroredStrategy",
             one_machine=True,
             recovers=True,
-            options=OF_THE_JOB,
+            options=("find_unused_parameters", *OF_THE_JOB),
         ),
         StrategyInfo(
             "multi_worker_mirrored",
             "spartito.strategies.multi_worker_mirrored:MultiWorkerMirroredStrategy",
             recovers=True,
-            options=("compress", "bucket_bytes", *OF_THE_JOB),
+            options=("compress", "bucket_bytes", "find_unused_parameters", *OF_THE_JOB),
         ),
         StrategyInfo(
             "central_storage",
             "spartito.strategies.central_storage:CentralStorageStrategy",
             one_machine=True,
             shares_memory=True,
-            options=(
-                "parameter_device",
-                *_of_the_job("communication", "find_unused_parameters", "recovery"),
-            ),
+            options=("parameter_device", *_of_the_job("communication", "recovery")),
         ),
         StrategyInfo(
             "mesh",
@@ -151,7 +147,7 @@ BUILT_IN = {
             divides_model=True,
             options=(
                 *("mesh", "layout", "names", "strict", "model"),
-                *_of_the_job("find_unused_parameters", "recovery"),
+                *_of_the_job("recovery"),
             ),
         ),
         StrategyInfo(
@@ -159,10 +155,7 @@ BUILT_IN = {
             "spartito.strategies.sharded:ShardedStrategy",
             divides_model=True,
             recovers=True,
-            options=(
-                *("zero", "copies", "block_bytes", "offload"),
-                *_of_the_job("find_unused_parameters"),
-            ),
+            options=("zero", "copies", "block_bytes", "offload", *OF_THE_JOB),
         ),
         StrategyInfo(
             "pipeline",
@@ -171,7 +164,7 @@ BUILT_IN = {
             options=(
                 *("stages", "microbatches", "schedule", "split", "stages_per_task"),
                 *("mesh", "layout", "names", "strict"),
-                *_of_the_job("sync_batchnorm", "find_unused_parameters", "recovery"),
+                *_of_the_job("sync_batchnorm", "recovery"),
             ),
         ),
         StrategyInfo(
@@ -180,7 +173,7 @@ BUILT_IN = {
             options=(
                 *("groups", "every", "outer", "weights", "compress", "fragments", "sites"),
                 *("overlap", "mixing", "inside"),
-                *_of_the_job("find_unused_parameters", "recovery"),
+                *_of_the_job("recovery"),
             ),
             inside=("mirrored", "multi_worker_mirrored", "sharded", "mesh", "pipeline"),
         ),
@@ -195,7 +188,7 @@ BUILT_IN = {
                 *("groups", "every", "outer", "quorum", "grace", "weights", "replicas"),
                 *("min_shard_bytes", "wire_dtype", "lease_seconds", "snapshot_seconds"),
                 *("snapshot_dir", "nan_limit", "push_log", "shared_memory"),
-                *_of_the_job("sync_batchnorm", "communication", "find_unused_parameters"),
+                *_of_the_job("sync_batchnorm", "communication"),
             ),
         ),
     )

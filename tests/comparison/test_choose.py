@@ -473,12 +473,12 @@ def test_what_a_thin_line_costs_and_who_does_without() -> None:
     said = on_line(
         busy("multi_worker_mirrored", 600, 9.5, 1_347_000_000),
         busy("local_sgd", 4_000, 4.0, 75_000_000),
-        busy("local_sgd", 6_000, 1.3, 9_000_000, options={"compress": "4bit"}, setting="4bit"),
+        busy('local_sgd(compress="4bit")', 6_000, 1.3, 9_000_000),
     )
-    assert said[0].startswith("Choose local_sgd compress=4bit: it is clearly the fastest")
+    assert said[0].startswith('Choose local_sgd(compress="4bit"): it is clearly the fastest')
     assert said[1] == (
         "On a line of 100 Mbit/s multi_worker_mirrored spends 95% of its time sending and waiting "
-        "(2.2 MB a step); local_sgd compress=4bit spends 13% of its time sending and waiting "
+        '(2.2 MB a step); local_sgd(compress="4bit") spends 13% of its time sending and waiting '
         "(14.4 kB a step), and does 10.0 times the examples/s."
     )
 

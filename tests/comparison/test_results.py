@@ -139,7 +139,7 @@ def test_repeats_become_one_row() -> None:
     bad = run("mirrored", setting="mirrored", run="mirrored 9", history=[], error="no luck")
     found = comparison(record(*made, bad, run("one_device", 1), goal=("val_accuracy", 0.94)))
     mirrored, alone = found.runs
-    assert (mirrored.strategy, alone.strategy) == ("mirrored", "one_device")
+    assert (mirrored.title, alone.title) == ("mirrored", "one_device")
     assert mirrored.rate == pytest.approx(30_000, rel=0.01)
     assert mirrored.rates == pytest.approx([40_000, 20_000, 30_000], rel=0.01)
     assert mirrored.run == "mirrored 0"  # all strategies have its seed: their curves are drawn
@@ -231,7 +231,7 @@ def test_too_little_to_see_noise() -> None:
 def test_the_runs_of_the_table_and_of_sweeps() -> None:
     found = comparison(everything())
     assert len(found.runs) == 5
-    assert [run.strategy for run in found.done] == [
+    assert [run.title for run in found.done] == [
         "one_device",
         "mirrored",
         "multi_worker_mirrored",

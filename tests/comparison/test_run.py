@@ -223,13 +223,13 @@ def plan(target: str = "mnist", *arguments: str, **given: Any) -> Plan:
 
 def test_all_strategies_from_the_simplest_on() -> None:
     found = plan(workers=3, ps=2, batch_size=32)
-    assert [(run.strategy, run.workers, run.ps, run.batch_size) for run in found.runs] == [
+    assert [(run.strategy.name, run.workers, run.ps, run.batch_size) for run in found.runs] == [
         ("one_device", 1, 0, 32),
         ("mirrored", 3, 0, 32),
         ("multi_worker_mirrored", 3, 0, 32),
         ("parameter_server", 3, 2, 32),
     ]
-    assert {run.strategy for run in make_plan("mnist").runs} == set(strategy_names())
+    assert {run.strategy.name for run in make_plan("mnist").runs} == set(strategy_names())
 
 
 def test_a_parameter_server_is_one_by_default() -> None:
@@ -239,7 +239,7 @@ def test_a_parameter_server_is_one_by_default() -> None:
 
 def test_the_order_of_the_user_stays_and_each_comes_once() -> None:
     found = plan(strategies="parameter_server, mirrored,mirrored")
-    assert [run.strategy for run in found.runs] == ["parameter_server", "mirrored"]
+    assert [run.strategy.name for run in found.runs] == ["parameter_server", "mirrored"]
 
 
 def test_repeats_take_turns_and_have_seeds_of_their_own() -> None:
@@ -277,41 +277,50 @@ def test_sweeps_add_the_runs_that_are_not_there_yet() -> None:
 
 def test_a_strategy_with_options_is_one_of_its_own() -> None:
     found = plan(
-        strategies="local_sgd,local_sgd:every=50:compress=topk:0.01,local_sgd:outer=null",
-        known=["local_sgd"],
+        strategies='local_sgd, local_sgd(every=50, compress="topk:0.01"), local_sgd(outer=None)',
         sweeps=["workers=1"],
     )
-    assert [run.options for run in found.runs[:3]] == [
-        {},
-        {"every": 50, "compress": "topk:0.01"},
-        {"outer": None},
-    ]
     assert [run.folder for run in found.runs[1:5]] == [
-        "local_sgd-every-50-compress-topk-0.01",
-        "local_sgd-outer-null",
+        "local_sgd-compress-topk-0.01-every-50",
+        "local_sgd-outer-None",
         "local_sgd-workers-1",
-        "local_sgd-every-50-compress-topk-0.01-workers-1",
+        "local_sgd-compress-topk-0.01-every-50-workers-1",
     ]
-    assert str(found.runs[1]) == "local_sgd every=50 compress=topk:0.01, 2 workers"
-    said = '--strategy-options={"every": 50, "compress": "topk:0.01"}'
-    assert said in command(found, found.runs[1])
-    assert not any("options" in word for word in command(found, found.runs[0]))
+    assert str(found.runs[1]) == 'local_sgd(compress="topk:0.01", every=50), 2 workers'
+    assert '--strategy=local_sgd(compress="topk:0.01", every=50)' in command(found, found.runs[1])
+    assert "--strategy=local_sgd" in command(found, found.runs[0])
+
+
+def test_strategies_with_options_train_side_by_side(commands: Commands) -> None:
+    more = ["--strategies", "mirrored(timeout=9)", "--strategies", "mirrored(timeout=5,)"]
+    ended = commands.spartito(*words(*more, strategies='mirrored, mirrored(communication="auto")'))
+    assert ended.code == 0, ended.text
+    texts = [
+        "mirrored",
+        'mirrored(communication="auto")',
+        "mirrored(timeout=9)",
+        "mirrored(timeout=5)",
+    ]
+    assert [run["strategy"] for run in written(commands)["runs"]] == texts
+    page = (commands.directory / "out" / "compare.html").read_text()
+    assert all(text.replace('"', "&#34;") in page for text in texts)
+    assert all(f"trained under {text}" in ended.out for text in texts)
 
 
 def test_on_a_line_strategies_of_one_machine_are_left_out() -> None:
     found = plan(link="100mbit,5ms")
-    names = [run.strategy for run in found.runs]
+    names = [run.strategy.name for run in found.runs]
     assert names == ["one_device", "multi_worker_mirrored", "parameter_server"]
     (why,) = found.left_out
     assert why.startswith("mirrored is left out: it is for one machine, and at --link 100mbit,5ms")
     assert all("--link=100mbit,5ms" in command(found, run) for run in found.runs)
     alone = plan(link="100mbit", workers=1)
-    assert "mirrored" in [run.strategy for run in alone.runs]
+    assert "mirrored" in [run.strategy.name for run in alone.runs]
 
 
 def test_every_run_is_on_the_line(commands: Commands) -> None:
     need("netns")
-    given = words("--link", "100mbit", strategies="multi_worker_mirrored,local_sgd:every=5")
+    given = words("--link", "100mbit", strategies="multi_worker_mirrored,local_sgd(every=5)")
     ended = commands.spartito(*given)
     if "network namespaces" in ended.err:
         assert ended.code == 2
@@ -319,11 +328,12 @@ def test_every_run_is_on_the_line(commands: Commands) -> None:
     assert ended.code == 0, ended.text
     found = written(commands)
     assert found["link"] == "100 Mbit/s"
-    assert [run["options"] for run in found["runs"]] == [{}, {"every": 5}]
-    assert "local_sgd every=5" in ended.out
+    texts = [run["strategy"] for run in found["runs"]]
+    assert texts == ["multi_worker_mirrored", "local_sgd(every=5)"]
+    assert "local_sgd(every=5)" in ended.out
     page = (commands.directory / "out" / "compare.html").read_text()
     assert "line of each task" in page
-    assert "local_sgd every=5" in page
+    assert "local_sgd(every=5)" in page
 
 
 def test_only_runs_with_the_slow_task_are_slowed() -> None:
@@ -365,7 +375,7 @@ def test_what_a_recipe_is_started_with(tmp_path: Path) -> None:
         ({"target": "no_such.py"}, ["no script 'no_such.py'"]),
         ({"arguments": ["--lr"]}, ["'--lr'", "no arguments"]),
         ({"strategies": "mirrored,mirored"}, ["'mirored'", "'mirrored'"]),
-        ({"strategies": ","}, ["','", "names none"]),
+        ({"strategies": ","}, ["expected the name of a strategy", "mirrored"]),
         ({"ps": 0}, ["--ps 0"]),
         ({"ps": 2, "strategies": "mirrored"}, ["--ps 2", "parameter_server"]),
         ({"goal": "0.95"}, ["'0.95'", "val_accuracy=0.95"]),
@@ -380,8 +390,8 @@ def test_what_a_recipe_is_started_with(tmp_path: Path) -> None:
         ({"slow": ["worker:1"]}, ["'worker:1'"]),
         ({"slow": ["worker:7=0.5"]}, ["worker:7", "worker:1"]),
         ({"slow": ["worker:1=1.5"]}, ["1.5"]),
-        ({"strategies": "mirrored:4bit"}, ["'4bit'", "local_sgd:every=50"]),
-        ({"strategies": "mirored:a=1"}, ["'mirored'", "'mirrored'"]),
+        ({"strategies": "mirrored:4bit"}, ["':' after mirrored", "parentheses"]),
+        ({"strategies": "mirrored, mirored(a=1)"}, ["'mirored'", "'mirrored'", "            ^"]),
         ({"link": "fast"}, ["'fast'", "100mbit"]),
         ({"link": "1gbit", "strategies": "mirrored"}, ["mirrored is for one machine", "1gbit"]),
         ({"link": "1gbit", "containers": Compose()}, ["--link 1gbit", "--on compose"]),

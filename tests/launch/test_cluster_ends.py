@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from spartito.declared import Declared
 from spartito.errors import SpartitoError, UserError
 from spartito.launch.containers.compose import compose_file, machine_files
 from spartito.launch.containers.engine import TaskState, call, complaint, state_of
@@ -121,7 +122,9 @@ def test_who_decides_on_one_machine_of_several(
 ) -> None:
     strategy = "parameter_server" if roles.ps else "multi_worker_mirrored"
     network = Network(host=True, machines=("a", "b"))
-    plan = Containers("digits", "mnist", ("python",), strategy, roles, "/out", network=network)
+    plan = Containers(
+        "digits", "mnist", ("python",), Declared(strategy), roles, "/out", network=network
+    )
     path = tmp_path / "compose.yaml"
     path.write_text(machine_files(plan)[machine])
     made = read_job(path)
@@ -147,7 +150,8 @@ def test_the_secret_is_a_file_for_the_containers_user_alone(tmp_path: Path) -> N
 def test_several_machines_share_the_secret_that_was_written_once(tmp_path: Path) -> None:
     network = Network(host=True, machines=("a", "b"))
     plan = Containers(
-        "digits", "mnist", ("python",), "multi_worker_mirrored", Roles(2), "/out", network=network
+        *("digits", "mnist", ("python",), Declared("multi_worker_mirrored"), Roles(2), "/out"),
+        network=network,
     )
     path = tmp_path / "a.yaml"
     path.write_text(machine_files(plan)["a"])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from spartito.cli import main
+from spartito.declared import Declared
 from spartito.errors import UserError
 from spartito.launch.containers.compose import compose_file
 from spartito.launch.containers.file import Folder, JobFile, read_job
@@ -27,7 +28,9 @@ def job_file(tmp_path: Path) -> Path:
 def text_of(roles: Roles) -> str:
     strategy = "parameter_server" if roles.ps else "multi_worker_mirrored"
     return compose_file(
-        Containers("digits", "mnist", ("python",), strategy, roles, "./out", data="./photos")
+        Containers(
+            "digits", "mnist", ("python",), Declared(strategy), roles, "./out", data="./photos"
+        )
     )
 
 
@@ -122,7 +125,9 @@ def test_a_run_folder_that_we_cannot_give_away_is_not_left(
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     network = Network(host=True)
-    plan = Containers("x", "x", ("y",), "multi_worker_mirrored", Roles(2), "./o", network=network)
+    plan = Containers(
+        "x", "x", ("y",), Declared("multi_worker_mirrored"), Roles(2), "./o", network=network
+    )
     with socket.socket() as holder:
         holder.bind(("", 0))
         holder.listen()

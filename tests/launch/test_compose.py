@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spartito.cluster import resolve
+from spartito.declared import Declared, parse
 from spartito.doctor.launch.containers import doctor_job
 from spartito.errors import UserError
 from spartito.launch.containers.compose import compose_file, machine_files
@@ -86,7 +87,9 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def job(roles: Roles, **options: Any) -> Containers:
     strategy = "parameter_server" if roles.ps else "multi_worker_mirrored"
     what = ("python", "-m", "spartito.recipes.mnist", "--out=/runs")
-    return Containers("digits", "mnist", what, strategy, roles, "./runs/digits", **options)
+    return Containers(
+        "digits", "mnist", what, Declared(strategy), roles, "./runs/digits", **options
+    )
 
 
 def parsed(text: str) -> dict[str, Any]:
@@ -258,33 +261,34 @@ def test_several_machines_get_a_file_each(roles: Roles, count: int) -> None:
 
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=30))
 def test_any_words_of_the_user_arrive_as_they_are(word: str) -> None:
-    plan = job(Roles(1), strategy_options=json.dumps({"a": word}), scripts=f"/x/{word}")
+    asked = Declared("local_sgd", {"weights": word})
+    plan = replace(job(Roles(1), scripts=f"/x/{word}"), strategy=asked)
     document = yaml.safe_load(compose_file(plan))
     undone = document["services"]["worker-0"]
     assert re.sub(r"\$\$", "$", undone["volumes"][1]["source"]) == f"/x/{word}"
-    options = re.sub(r"\$\$", "$", undone["environment"]["SPARTITO_STRATEGY_OPTIONS"])
-    assert json.loads(options) == {"a": word}
-    lone = re.sub(r"\$\$", "", compose_file(plan))
+    assert parse(re.sub(r"\$\$", "$", undone["environment"]["SPARTITO_STRATEGY"])) == asked
+    lone = re.sub(r"^#.*|\$\$", "", compose_file(plan), flags=re.MULTILINE)
     assert "$" not in lone  # the composer would read a variable
 
 
 def told(text: str, loader: type[yaml.SafeLoader]) -> tuple[list[str], str, str]:
-    """The command, the strategy's options and the run folder that a composer reads."""
+    """The command, the strategy and the run folder that a composer reads."""
     one = yaml.load(text.replace("$$", "$"), loader)["services"]["worker-0"]
-    options = one["environment"]["SPARTITO_STRATEGY_OPTIONS"]
-    return one["command"], options, one["volumes"][0]["source"]
+    strategy = one["environment"]["SPARTITO_STRATEGY"]
+    return one["command"], strategy, one["volumes"][0]["source"]
 
 
 @given(st.lists(WORDS, max_size=4), WORDS, WORDS)
-def test_a_string_is_a_string_to_every_composer(words: list[str], options: str, out: str) -> None:
-    plan = replace(job(Roles(1)), command=tuple(words), strategy_options=options, out=out)
+def test_a_string_is_a_string_to_every_composer(words: list[str], said: str, out: str) -> None:
+    asked = Declared("local_sgd", {"weights": said})
+    plan = replace(job(Roles(1)), command=tuple(words), strategy=asked, out=out)
     text = compose_file(plan)
     for loader in (yaml.SafeLoader, GoLoader):
-        assert told(text, loader) == (words, options, out)
+        assert told(text, loader) == (words, str(asked), out)
     services = yaml.safe_load(text)["services"]
     doctor = doctor_job(JobFile(Path("compose.yaml"), plan.name, services, text), 1, False)
     for loader in (yaml.SafeLoader, GoLoader):
-        assert told(doctor.text, loader)[1:] == (options, out)
+        assert told(doctor.text, loader)[1:] == (str(asked), out)
 
 
 def test_quotes_are_where_a_composer_needs_them_and_nowhere_else() -> None:
@@ -318,7 +322,7 @@ def test_the_documented_file_is_the_one_that_is_written() -> None:
     (shown,) = re.findall(r"```yaml\n(.*?)```", DOCUMENTED.read_text(), re.DOTALL)
     what = ("python", "-m", "spartito.recipes.mnist", "--out=/runs", "--epochs=3")
     plan = Containers(
-        "mnist", "mnist", what, "multi_worker_mirrored", Roles(2), "./runs/mnist", cores=2
+        "mnist", "mnist", what, Declared("multi_worker_mirrored"), Roles(2), "./runs/mnist", cores=2
     )
     assert shown == compose_file(plan)
 
@@ -326,7 +330,7 @@ def test_the_documented_file_is_the_one_that_is_written() -> None:
 def test_a_recipe_gets_its_folders() -> None:
     plan = plan_containers("mnist", ["--epochs=1"], workers=2, data=Path("photos"))
     assert plan.command[3:] == ("--out=/runs", "--data=/data", "--epochs=1")
-    assert (plan.strategy, plan.data, plan.out, plan.name) == (
+    assert (str(plan.strategy), plan.data, plan.out, plan.name) == (
         "multi_worker_mirrored",
         "./photos",
         "./runs/mnist",
@@ -344,7 +348,7 @@ def test_data_that_is_a_file_is_mounted_with_its_folder(tmp_path: Path) -> None:
 def test_a_script_is_mounted_from_its_folder(tmp_path: Path) -> None:
     plan = plan_containers("train.py", ["--x", "1"], ps=1)
     assert plan.command == ("python", "/scripts/train.py", "--x", "1")
-    assert (plan.scripts, plan.name, plan.strategy) == (".", "train", "parameter_server")
+    assert (plan.scripts, plan.name, str(plan.strategy)) == (".", "train", "parameter_server")
     far = plan_containers("train.py", workers=2, hosts="a,b")
     assert (far.scripts, far.out) == (str(tmp_path), str(tmp_path / "runs/train"))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from spartito.declared import Declared
 from spartito.errors import SpartitoError, UserError
 from spartito.launch.containers import engine as engines
 from spartito.launch.containers.compose import compose_file
@@ -95,7 +96,7 @@ class EngineFolder:
     def __init__(self, folder: Path, with_docker: Callable[[str], None]) -> None:
         self.folder = folder
         self.file = folder / "compose.yaml"
-        plan = Containers("digits", "mnist", ("python",), "one_device", Roles(1), "./out")
+        plan = Containers("digits", "mnist", ("python",), Declared("one_device"), Roles(1), "./out")
         self.file.write_text(compose_file(plan))
         (folder / "bin").mkdir()
         docker = folder / "bin" / "docker"

@@ -56,7 +56,8 @@ def tf_config(kind: str, index: int) -> str:
 
 def test_each_worker_learns_who_it_is(tmp_path: Path) -> None:
     rows, _ = run(
-        tmp_path, "--workers", "3", "--strategy", "mirrored", "--strategy-options", '{"a": 1}'
+        *(tmp_path, "--workers", "3", "--strategy", "mirrored(timeout=7.5)"),
+        *("--strategy-options", '{"communication": "sockets"}'),
     )
     assert [row[0] for row in rows] == ["worker 0", "worker 1", "worker 2"]
     for rank, (_, arguments, env) in enumerate(rows):
@@ -68,12 +69,12 @@ def test_each_worker_learns_who_it_is(tmp_path: Path) -> None:
             "LOCAL_WORLD_SIZE": "3",
             "GROUP_RANK": "0",
             "MASTER_ADDR": "127.0.0.1",
-            "SPARTITO_STRATEGY": "mirrored",
-            "SPARTITO_STRATEGY_OPTIONS": '{"a": 1}',
+            "SPARTITO_STRATEGY": 'mirrored(communication="sockets", timeout=7.5)',
             "PYTHONUNBUFFERED": "1",
             **RUNTIME,
         }
         assert expected.items() <= env.items()
+        assert "SPARTITO_STRATEGY_OPTIONS" not in env
         assert int(env["OMP_NUM_THREADS"]) >= 1
         spec = resolve(env)
         assert (spec.rank, spec.world_size, spec.local_size) == (rank, 3, 3)

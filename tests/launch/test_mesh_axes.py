@@ -9,18 +9,18 @@ import pytest
 
 from spartito.errors import UserError
 from spartito.launch.job import JobSpec, Program
-from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS
+from spartito.names import ENV_STRATEGY
 
 PROGRAM = Program("mnist", kind="recipe")
 
 
 def test_a_mesh_says_how_many_tasks_there_are() -> None:
     job = JobSpec(program=PROGRAM, mesh="data=2, model=3", strategy_options='{"strict": true}')
-    assert job.environment({})[ENV_STRATEGY] == "mesh"
-    options = json.loads(job.environment({})[ENV_STRATEGY_OPTIONS])
-    assert options == {"strict": True, "mesh": {"data": 2, "model": 3}}
+    told = 'mesh(mesh={"data": 2, "model": 3}, strict=True)'
+    assert job.environment({}) == {ENV_STRATEGY: told}
     assert (job.workers_on(1), job.workers_on(2), job.roles().workers) == (6, 3, 6)
-    assert job.choose(job.roles()) == "mesh"
+    assert str(job.choose(job.roles())) == told
+    assert JobSpec(program=PROGRAM, strategy=told).workers_on(1) == 6
     with pytest.raises(UserError, match="a mesh of 6 tasks on 4 machines"):
         job.workers_on(4)
 
@@ -35,9 +35,7 @@ def test_what_was_asked_for_besides_must_fit() -> None:
 
 def test_stages_say_how_many_tasks_there_are() -> None:
     job = JobSpec(program=PROGRAM, stages=4, microbatches=6)
-    assert job.environment({})[ENV_STRATEGY] == "pipeline"
-    options = json.loads(job.environment({})[ENV_STRATEGY_OPTIONS])
-    assert options == {"stages": 4, "microbatches": 6}
+    assert job.environment({}) == {ENV_STRATEGY: "pipeline(microbatches=6, stages=4)"}
     assert (job.workers_on(1), job.workers_on(2)) == (4, 2)
     with pytest.raises(UserError, match="a pipeline of 4 tasks on 3 machines"):
         job.workers_on(3)
@@ -46,7 +44,8 @@ def test_stages_say_how_many_tasks_there_are() -> None:
     each = JobSpec(program=PROGRAM, stages=4, strategy_options=json.dumps(options))
     assert each.workers_on(1) == 2
     cube = JobSpec(program=PROGRAM, mesh="pipeline=2,model=2", stages=2)
-    assert (cube.strategy, cube.workers_on(1)) == ("pipeline", 4)
+    assert cube.strategy == 'pipeline(mesh={"pipeline": 2, "model": 2}, stages=2)'
+    assert cube.workers_on(1) == 4
     assert JobSpec(program=PROGRAM, microbatches=2).workers_on(1) is None
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 from spartito.cli import main
 from spartito.cluster.slurm import from_slurm
+from spartito.declared import Declared, parse
 from spartito.errors import UserError
 from spartito.launch.roles import Roles
 from spartito.launch.slurm import Slurm
@@ -35,7 +35,9 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @given(CASTS, st.data())
 def test_slurms_tasks_have_the_roles_that_were_asked_for(roles: Roles, data: st.DataObject) -> None:
     nodes = data.draw(st.integers(1, len(roles.tasks)))
-    job = BatchJob("digits", "mnist", ("python",), "parameter_server", roles, Slurm(nodes=nodes))
+    job = BatchJob(
+        "digits", "mnist", ("python",), Declared("parameter_server"), roles, Slurm(nodes=nodes)
+    )
     asked, (_, told, _) = options(batch_file(job)), played(batch_file(job))
     tasks = int(asked["ntasks"])
     here, more = divmod(tasks, nodes)
@@ -99,12 +101,12 @@ def test_a_script_is_started_where_it_lies(tmp_path: Path) -> None:
 
 @settings(max_examples=20)
 @given(st.text(st.characters(exclude_characters="\0\r\n", codec="utf-8"), min_size=1), st.text())
-def test_the_shell_changes_no_word(word: str, key: str) -> None:
-    given_options = json.dumps({key: word})
-    text = batch_file(plan_batch("train.py", [word, "end"], strategy_options=given_options))
+def test_the_shell_changes_no_word(word: str, said: str) -> None:
+    asked = Declared("local_sgd", {"weights": said, "inside": Declared("sharded", {"zero": 2})})
+    text = batch_file(plan_batch("train.py", [word, "end"], strategy=str(asked)))
     words, told, _ = played(text)
     assert words[-2:] == [word, "end"]
-    assert told["SPARTITO_STRATEGY_OPTIONS"] == given_options
+    assert parse(told["SPARTITO_STRATEGY"]) == asked
 
 
 def test_what_slurm_is_asked_for() -> None:

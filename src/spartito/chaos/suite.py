@@ -32,6 +32,7 @@ from spartito.chaos.schedule import (
 from spartito.chaos.spare_data import spare_data
 from spartito.chaos.traces import read_traces
 from spartito.chaos.trial import LOG, Outcome, Run, Start, run
+from spartito.declared import Declared, parse_all
 from spartito.errors import UserError
 from spartito.launch.job import Program
 from spartito.launch.network import NoNamespacesError
@@ -81,7 +82,7 @@ class Suite:
     """
 
     program: Program
-    strategies: Sequence[str]
+    strategies: Sequence[Declared]
     workers: int = 2
     ps: int = 2
     chief: bool = False
@@ -102,8 +103,6 @@ class Suite:
     out: Path = Path("runs/chaos")
 
     def __post_init__(self) -> None:
-        for name in self.strategies:
-            strategy_info(name)
         matched(self.kinds, ())
         for role in self.roles:
             if role not in Suite.roles_known():
@@ -172,8 +171,8 @@ def survive(suite: Suite) -> int:
         ):
             program = replace(suite.program, arguments=spare.arguments)
             suite = replace(suite, program=program, data=spare.data, sample=spare.sample)
-            for name in suite.strategies:
-                under = _Under(suite, strategy_info(name), where, reaper, end)
+            for strategy in suite.strategies:
+                under = _Under(suite, strategy, where, reaper, end)
                 under.all_cells()
                 under.all_cells_of_network()
     finally:
@@ -204,15 +203,19 @@ class _Under:
     """The cells of one strategy."""
 
     suite: Suite
-    info: StrategyInfo
+    strategy: Declared
     sandbox: Sandbox
     reaper: Reaper
     end: float
     machines: Mapping[str, Sandbox] = field(default_factory=dict)
 
     @property
+    def info(self) -> StrategyInfo:
+        return strategy_info(self.strategy.name)
+
+    @property
     def folder(self) -> Path:
-        return self.suite.out / (self.info.name + ("-machines" if self.machines else ""))
+        return self.suite.out / (self.strategy.slug + ("-machines" if self.machines else ""))
 
     @property
     def workers(self) -> int:
@@ -239,7 +242,7 @@ class _Under:
         reference = self._reference()
         for schedule in self._schedules(reference):
             text = written(schedule)
-            if (self.info.name, text) not in done and time.monotonic() < self.end:
+            if (str(self.strategy), text) not in done and time.monotonic() < self.end:
                 verdict = self._cell(schedule, reference)
                 self._keep(text, verdict)
 
@@ -253,17 +256,17 @@ class _Under:
             with machines_for(tasks, suite.out / "temporary") as machines:
                 replace(self, machines=machines).all_cells()
         except NoNamespacesError as error:
-            _say(f"{info.name}: no faults of the network: {error}")
+            _say(f"{self.strategy}: no faults of the network: {error}")
 
     def _keep(self, text: str, verdict: Verdict) -> None:
-        known = {"strategy": self.info.name, "schedule": text, "seed": self.suite.seed}
+        known = {"strategy": str(self.strategy), "schedule": text, "seed": self.suite.seed}
         with (self.suite.out / RESULTS).open("a") as file:
             file.write(json.dumps({**known, **asdict(verdict)}) + "\n")
         ended = f"ended with {verdict.code}, {verdict.seconds:.1f} s"
         again = f", started again {verdict.restarts} times" if verdict.restarts else ""
         broken = "".join(f"\n    {why}" for why in verdict.broken)
         word = "BROKEN" if verdict.broken else "as promised"
-        _say(f"{self.info.name} {text}: {word}: {ended}{again}{broken}")
+        _say(f"{self.strategy} {text}: {word}: {ended}{again}{broken}")
 
     def _reference(self) -> Record:
         """The run without faults, which the folder may have already."""
@@ -273,11 +276,11 @@ class _Under:
             text = (folder / LOG).read_text(errors="replace")
             old = Outcome(**facts, fired=(), text=text, traces=read_traces(folder), left=())
             return Record((old,), read_history(folder / OUT), read_applied(folder / OUT))
-        _say(f"{self.info.name} without faults")
+        _say(f"{self.strategy} without faults")
         outcome = self._run(folder, ())
         if outcome.code != 0:
             raise UserError(
-                f"under {self.info.name} the job ends with {outcome.code} without any fault:\n"
+                f"under {self.strategy} the job ends with {outcome.code} without any fault:\n"
                 + "\n".join(outcome.text.splitlines()[-5:]),
                 f"All that it printed is in {folder / LOG}.",
             )
@@ -307,7 +310,7 @@ class _Under:
         for kind, task in dict.fromkeys(matched(kinds, tasks.values())):
             if task == "chief:0" and KINDS[kind].inside:
                 continue  # a chief apart makes no steps
-            draw = random.Random(f"{suite.seed}/{self.info.name}/{kind}/{task}")
+            draw = random.Random(f"{suite.seed}/{self.strategy}/{kind}/{task}")
             when = late if kind == "torn" else steps
             found.append((Fault(kind, task, draw.choice(when)),))
         return found
@@ -344,7 +347,7 @@ class _Under:
         suite, info = self.suite, self.info
         roles = Roles(self.workers, suite.ps if info.needs_servers else 0, suite.evaluator,
                       suite.chief and info.needs_servers)  # fmt: skip
-        own = [sys.executable, "-m", "spartito", "run", f"--strategy={info.name}", "--yes"]
+        own = [sys.executable, "-m", "spartito", "run", f"--strategy={self.strategy}", "--yes"]
         own += suite.words
         if self.machines:
             return on_machines([*own, *words], env, roles, self.machines)
@@ -395,9 +398,11 @@ def _readable(text: str) -> Iterator[Mapping[str, Any]]:
             continue
 
 
-def chosen_strategies(text: str) -> list[str]:
+def chosen_strategies(text: str) -> list[Declared]:
     """The strategies that ``--strategy`` names: some with commas, or all."""
-    return list(strategy_names()) if text == "all" else [one for one in text.split(",") if one]
+    if text.strip() == "all":
+        return [Declared(name) for name in strategy_names()]
+    return parse_all(text, "--strategy")
 
 
 def _stop(number: int, frame: object) -> None:

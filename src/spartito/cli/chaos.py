@@ -25,7 +25,11 @@ def chaos(
     target: Target,
     arguments: Arguments = None,
     strategy: Annotated[
-        str, typer.Option(help="Under which: all, or some with commas.", metavar="NAMES")
+        str,
+        typer.Option(
+            help="Under which: all, or some with commas, options in parentheses.",
+            metavar="STRATEGIES",
+        ),
     ] = "mirrored",
     workers: Annotated[int, number("--workers", "Tasks that compute.", 1)] = 2,
     ps: Annotated[int, number("--ps", "Parameter servers, where a strategy has them.", 1)] = 2,

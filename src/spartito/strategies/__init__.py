@@ -8,7 +8,7 @@ from inspect import signature
 from typing import Any
 
 from spartito.cluster.resolver import remarks, resolve
-from spartito.declared import declared_by, parse
+from spartito.declared import INSIDE, Declared, declared_by, parse
 from spartito.errors import UserError
 from spartito.log import note
 from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
@@ -47,6 +47,8 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     cluster = resolve()
     default = default_name(cluster.world_size, len(cluster.addresses.get("ps", ())))
     asked = declared_by(os.environ, default) if name is None else parse(name)
+    if isinstance(options.get(INSIDE), str | Declared):
+        asked = asked.with_options({INSIDE: options.pop(INSIDE)})
     kind = strategy_class(asked.name)
     options = {**asked.options, **options}
     _check_options(kind, options)
