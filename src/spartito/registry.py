@@ -146,7 +146,7 @@ BUILT_IN = {
             "spartito.strategies.mesh:MeshStrategy",
             divides_model=True,
             options=(
-                *("mesh", "layout", "names", "strict", "model"),
+                *("mesh", "layout", "names", "strict", "model", "zero", "block_bytes"),
                 *_of_the_job("recovery"),
             ),
         ),
@@ -163,7 +163,7 @@ BUILT_IN = {
             divides_model=True,
             options=(
                 *("stages", "microbatches", "schedule", "split", "stages_per_task"),
-                *("mesh", "layout", "names", "strict"),
+                *("mesh", "layout", "names", "strict", "zero", "block_bytes"),
                 *_of_the_job("sync_batchnorm", "recovery"),
             ),
         ),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -116,6 +117,52 @@ class SpanCut:
             done += box.numel
             own = Box(tuple(box.offsets[b] for b in back), tuple(box.sizes[b] for b in back))
             found.append((own, flat.view(box.sizes).permute(back)))
+        return found
+
+
+@dataclass(frozen=True)
+class NestedCut:
+    """A task holds a part of a part: of its shard of a tensor parallel model a range of elements.
+
+    Args:
+        outer: Of the whole tensor the part that several tasks have, as views of one memory.
+        inner: Of that part what this task has.
+    """
+
+    outer: Cut
+    inner: Cut
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the whole tensor."""
+        return self.outer.shape
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """That of what this task has."""
+        return self.inner.local
+
+    def parts(self, tensor: Tensor) -> list[tuple[Box, Tensor]]:
+        """What the boxes of the inner part are of the whole tensor."""
+        found = []
+        placed = self._placed()
+        for own, view in self.inner.parts(tensor):
+            for whole, there in placed:
+                if (common := own.common(there)) is not None:
+                    steps = zip(whole.offsets, common.offsets, there.offsets, strict=True)
+                    box = Box(tuple(a + b - c for a, b, c in steps), common.sizes)
+                    found.append((box, view[common.within(own)]))
+        return found
+
+    def _placed(self) -> list[tuple[Box, Box]]:
+        """Each box of the outer part, and where it is in that part."""
+        found = []
+        for box, view in self.outer.parts(torch.empty(self.outer.local, device="meta")):
+            at, offsets = int(view.storage_offset()), []
+            for size in reversed(self.outer.local):
+                at, offset = divmod(at, size or 1)
+                offsets.append(offset)
+            found.append((box, Box(tuple(reversed(offsets)), box.sizes)))
         return found
 
 

@@ -9,7 +9,7 @@ sum that only others read, and the state of an element exists once.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -134,11 +134,18 @@ class DividedUpdates(PackedGradients):
                 if all(span.rank != rank for span in spans):
                     del state[parameter]
 
+    def pieces(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        found = ((part.whole, part.own.grad) for part in self._parts.values())
+        return ((whole, grad) for whole, grad in found if grad is not None)
+
+    def sum(self, number: Tensor) -> Tensor:
+        return self._owners.all_reduce(number)
+
     def norm(self) -> Tensor:
         """The L2 norm of the reduced gradients of all replicas; they meet for it."""
-        own = [part.own.grad for part in self._parts.values() if part.own.grad is not None]
+        own = [grad for _, grad in self.pieces()]
         square = torch.nn.utils.get_total_norm(own).double().square()
-        return self._owners.all_reduce(square.view(1)).sqrt()[0]
+        return self.sum(square.view(1)).sqrt()[0]
 
     def clip(self, norm: float, total: Tensor) -> None:
         scale = torch.clamp(norm / (total + 1e-6), max=1.0)

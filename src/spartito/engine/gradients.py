@@ -192,6 +192,14 @@ class Gradients(ABC):
     def compared(self) -> None:  # noqa: B027 - few have something to do
         """The parameters are equal on all replicas now: compared, or just loaded."""
 
+    def pieces(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """The reduced gradients that this replica updates with, and what they are of."""
+        return ((p, p.grad) for p in self.parameters if p.grad is not None)
+
+    def sum(self, number: Tensor) -> Tensor:
+        """Over the replicas that have different `pieces`, in place."""
+        return number
+
     def norm(self) -> Tensor:
         """The L2 norm of the reduced gradients that are here, a scalar."""
         return torch.nn.utils.get_total_norm(

@@ -89,8 +89,8 @@ class Grouping:
         levels = _Levels(rendezvous, cluster)
         if self.sites:
             return {**own, INSIDE: inside, **self._connect_sites(levels, inside)}
+        shares = shards.world_size > 1 and parts.world_size == 1
         if parts.world_size == 1:
-            shares = shards.world_size > 1
             column = world = levels.join(JoinedGroups, BETWEEN, self.members, inside, shares)
         else:
             world = levels.join(JoinedGroups, "groups", self.members, inside)
@@ -110,9 +110,9 @@ class Grouping:
         self.column = self.near = column
         found = {**own, WORLD: world, DATA: column, REPLICAS: replicas, INSIDE: inside}
         first = 0 if parts.world_size == 1 else members.index(replicas.ranks[0])
-        at = inside.rank if shards.world_size > 1 else first
+        at = inside.rank if shares else first
         meeting = [group[at] for group in self.members]
-        if shards.world_size > 1:
+        if shares:
             found[ALIKE] = rendezvous.group(ALIKE, meeting)
             found[ALIKE].traffic, found[ALIKE].moved = Traffic(), inside.heartbeat
             column.line = Now(found[ALIKE])

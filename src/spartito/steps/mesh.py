@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito.checkpoint.boxes import Cut, NestedCut
 from spartito.checkpoint.saved import Saved
 from spartito.cluster.spec import ClusterSpec
-from spartito.collectives.collective import Collective
+from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.rendezvous import WORLD, Rendezvous
 from spartito.engine.averages import watch_averages
 from spartito.engine.buffers import shared_buffers
@@ -36,11 +37,11 @@ from spartito.mesh.describe import Description, describe, describe_tensors
 from spartito.mesh.layout import DEFAULT, Layout, read_rules
 from spartito.mesh.shown import inside, saving
 from spartito.names import divisors
-from spartito.steps.coordination import SynchronousCoordination
-from spartito.steps.groups import DATA, MODEL, send
+from spartito.steps.groups import DATA, MODEL, Connect, send
 from spartito.steps.outer import Outer
 from spartito.steps.pair import Pair
-from spartito.steps.synchronous import SynchronousStep
+from spartito.steps.sharding import BLOCK, ShardingStep, check_shards
+from spartito.steps.shards import COPIES, SHARDS, ShardedCoordination
 
 AXIS = "axis:"
 """Before the name of an axis: the group of the tasks along it."""
@@ -48,7 +49,7 @@ LAYERS = "layers"
 """The tasks that compute the same layers of one data shard: all of `MODEL` but in a pipeline."""
 
 
-class MeshStep(SynchronousStep):
+class MeshStep(ShardingStep):
     """Tensors are cut along the axes of a mesh, by rules about their named dims.
 
     The model stays as it was written. The results are those of one device; the layout decides
@@ -66,6 +67,8 @@ class MeshStep(SynchronousStep):
         strict: bool = False,
         *,
         model: int | None = None,
+        zero: int = 0,
+        block_bytes: int = BLOCK,
         cluster: ClusterSpec | None = None,
         device: torch.device | str | None = None,
         sync_batchnorm: bool | None = None,
@@ -86,6 +89,8 @@ class MeshStep(SynchronousStep):
                 their dims, which win over those of their module's type: ``("hidden", None)``;
                 ``"3*heads"`` is packed queries, keys and values.
             strict: Whether dims that do not divide are refused; else they stay whole.
+            zero: What the data shards keep in shards of their part of the model.
+            block_bytes: As under `ShardedStrategy`.
             model: Short for ``mesh={"data": tasks / model, "model": model}``; None: all tasks.
             cluster: As under `SynchronousStep`, like all that follows.
             device: Where this process computes.
@@ -110,7 +115,11 @@ class MeshStep(SynchronousStep):
             )
         self._asked = mesh, model, read_rules(layout)
         self._names, self._strict = dict(names or {}), strict
+        if zero:
+            check_shards(zero, block_bytes)
         super().__init__(
+            zero,
+            block_bytes,
             cluster=cluster,
             device=device,
             sync_batchnorm=sync_batchnorm,
@@ -120,8 +129,9 @@ class MeshStep(SynchronousStep):
             outer=outer,
         )
         self.coordination: MeshCoordination = MeshCoordination(
-            self._called, self.job, self.cluster, self._pairs, self.groups, self.outer
-        )
+            self._called, self.job, self.cluster, self._pairs, self.groups, self._homes, zero < 3,
+            self.outer,
+        )  # fmt: skip
 
     def check(self, cluster: ClusterSpec) -> None:
         super().check(cluster)
@@ -165,7 +175,22 @@ class MeshStep(SynchronousStep):
 
     @property
     def connect(self) -> Callable[..., Mapping[str, Collective]]:  # type: ignore[override]
-        return partial(connect, self.mesh, self.layout.batch_axis)
+        return self._sharing(partial(connect, self.mesh, self.layout.batch_axis))
+
+    def _sharing(self, connect: Connect) -> Connect:
+        """The data shards as those who have shards, where there are any."""
+        zero = self._zero
+
+        def connected(rendezvous: Rendezvous, cluster: ClusterSpec) -> Mapping[str, Collective]:
+            found = connect(rendezvous, cluster)
+            shards = {SHARDS: found[DATA], COPIES: IdentityCollective()} if zero else {}
+            return {**found, **shards}
+
+        return connected
+
+    @property
+    def _owners(self) -> int:
+        return self._own_shard[1] if self._zero else 1
 
     def prepare(
         self,
@@ -218,15 +243,16 @@ class MeshStep(SynchronousStep):
     def global_norm(self, pair: Pair) -> Tensor:
         if self._parts.world_size == 1:
             return super().global_norm(pair)
+        pieces = list(pair.gradients.pieces())
+        shares = self.shares(pair, [parameter for parameter, _ in pieces])
         of_share: dict[float, list[Tensor]] = {}
-        learn = pair.gradients.parameters
-        for parameter, share in zip(learn, self.shares(pair, learn), strict=True):
-            if share and parameter.grad is not None:
-                of_share.setdefault(share, []).append(parameter.grad)
+        for (_, grad), share in zip(pieces, shares, strict=True):
+            if share:
+                of_share.setdefault(share, []).append(grad)
         total = torch.zeros(1, dtype=torch.float64)
         for share, grads in of_share.items():
             total += torch.nn.utils.get_total_norm(grads).double().square() * share
-        return self._parts.all_reduce(total).sqrt()[0]
+        return self._parts.all_reduce(pair.gradients.sum(total)).sqrt()[0]
 
     def shares(self, pair: Pair, parameters: Sequence[nn.Parameter]) -> list[float]:
         specs, together = apply.specs_of(unwrap(pair.model)), self.groups[LAYERS].world_size
@@ -300,7 +326,7 @@ class MeshStep(SynchronousStep):
 
     @property
     def _state_fraction(self) -> float:
-        return self._own_shard[1] / self.mesh.size
+        return self._own_shard[1] / (self.mesh.size * self._owners)
 
     def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
         own = unwrap(model)
@@ -314,6 +340,8 @@ class MeshStep(SynchronousStep):
             apply.show(own, known, self._axes)
         elif len(tensors) == len(list(own.parameters())) + len(list(own.buffers())):
             self._cut(own, Tensor.detach)
+        if self._has_shards:
+            self._settle(own)
         if (layers := self.groups[LAYERS]).world_size > 1:
             torch.set_rng_state(layers.broadcast(torch.get_rng_state()))
 
@@ -351,18 +379,20 @@ class MeshStep(SynchronousStep):
         with saving():
             super()._load(saved)
 
-    def _cuts(self, pair: Pair, section: str) -> dict[str, apply.SpecCut]:
+    def _cuts(self, pair: Pair, section: str) -> dict[str, Cut]:
         model = unwrap(pair.model)
         specs, here = apply.specs_of(model), self.mesh.coordinates(self.tasks.rank)
         tensors = (
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
         )
-        found = {}
+        found: dict[str, Cut] = {}
         for name, tensor in tensors:
             if (how := specs.get(id(tensor))) is not None and not tensor.is_meta:
                 shape = how.global_shape(tensor.shape, self.mesh.axes)
                 found[name] = apply.SpecCut(shape, how, self.mesh.axes, here)
+        for name, span in super()._cuts(pair, section).items():
+            found[name] = NestedCut(found[name], span) if name in found else span
         return found
 
     def _say(self, planned: Mapping[str, apply.Placed]) -> None:
@@ -379,7 +409,7 @@ class MeshStep(SynchronousStep):
             warn("no tensor of the model is cut: all tasks of the mesh compute all of it")
 
 
-class MeshCoordination(SynchronousCoordination):
+class MeshCoordination(ShardedCoordination):
     """Tasks of one model have parameters in common, and must draw the same random numbers."""
 
     layout: Mapping[str, Any] | None = None

@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from spartito.checkpoint.boxes import Cut
 from spartito.checkpoint.saved import Saved
 from spartito.checkpoint.saving import gather_together
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
+from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.data.batch import Batch
 from spartito.data.collate import rows
 from spartito.engine.batchnorm import has_batchnorm
@@ -26,7 +28,6 @@ from spartito.engine.optimizers import OptimizerLike, unwrap
 from spartito.engine.unmade import is_unmade, make_buffers, make_parameters
 from spartito.errors import UserError
 from spartito.log import note
-from spartito.mesh.apply import SpecCut
 from spartito.mesh.axes import PIPELINE, Mesh
 from spartito.mesh.layout import DEFAULT, Layout
 from spartito.pipeline import schedules
@@ -50,6 +51,8 @@ from spartito.steps.pipe import (
 )
 from spartito.steps.piping import CollectedByPipeline, PipelineCoordination
 from spartito.steps.replica import _of_spare_rows, _tensors
+from spartito.steps.sharding import BLOCK
+from spartito.steps.shards import SHARDS
 from spartito.steps.sharing import Placed
 
 
@@ -76,6 +79,8 @@ class PipelineStep(MeshStep):
         layout: Any = DEFAULT,
         names: Mapping[str, Sequence[str | None]] | None = None,
         strict: bool = False,
+        zero: int = 0,
+        block_bytes: int = BLOCK,
         cluster: ClusterSpec | None = None,
         device: torch.device | str | None = None,
         timeout: float | None = None,
@@ -100,6 +105,8 @@ class PipelineStep(MeshStep):
             layout: As under `MeshStep`, like the two that follow.
             names: Patterns of parameters' paths, and the names of their dims.
             strict: Whether dims that do not divide are refused.
+            zero: What the data shards of a stage keep in shards, as under `MeshStrategy`.
+            block_bytes: As under `ShardedStrategy`.
             cluster: The tasks of the job; None asks the environment.
             device: Where this process computes: the CPU.
             timeout: Seconds that a wait for another task may take; None is ``SPARTITO_TIMEOUT``.
@@ -125,6 +132,8 @@ class PipelineStep(MeshStep):
             layout,
             names,
             strict,
+            zero=zero,
+            block_bytes=block_bytes,
             cluster=cluster,
             device=device,
             sync_batchnorm=False,
@@ -144,7 +153,7 @@ class PipelineStep(MeshStep):
         self._own = range(self._position, self._shape.stages, tasks)
         self._pipes: dict[int, Pipe] = {}
         weakref.finalize(self, Links.close, self._links)
-        self._shown: list[dict[str, Any]] = []  # what the first pipeline's tasks did when
+        self._timelines: list[dict[str, Any]] = []  # what the first pipeline's tasks did when
         self.coordination = PipelineCoordination(self)
 
     # Who is where
@@ -163,7 +172,7 @@ class PipelineStep(MeshStep):
 
     @property
     def connect(self) -> Callable[..., Mapping[str, Collective]]:  # type: ignore[override]
-        return self._links.connect
+        return self._sharing(self._links.connect)
 
     @property
     def _line(self) -> Collective:
@@ -215,6 +224,9 @@ class PipelineStep(MeshStep):
             )
         return found
 
+    def _settle(self, model: nn.Module) -> None:
+        """That is done when it is known what this task has."""
+
     def _lay_out(self, model: nn.Module) -> None:
         if self.groups[LAYERS].world_size > 1:
             super()._lay_out(model)  # shards of all stages, until the first batch
@@ -259,6 +271,13 @@ class PipelineStep(MeshStep):
         piped.divide(starts, plan["owners"], pair.optimizer)
         make_parameters(pair.model, parameters.items(), self.groups.world, piped.keeps)
         pair.shared = _tensors(piped.model)  # those of others are let go of
+        if self._has_shards:
+            if self._zero == 3 and not isinstance(self.groups[SHARDS], SharedMemoryCollective):
+                raise UserError(
+                    "zero=3 in a pipeline whose data shards share no memory",
+                    "Take zero=2, or zero=1: a stage has its parameters at hand.",
+                )
+            super()._settle(pair.model)
         before, made = pair.gradients, super()._gradients(pair.model, pair.optimizer)
         pair.gradients = made[1]
         pair.gradients.go_on(before)
@@ -370,7 +389,7 @@ class PipelineStep(MeshStep):
         own = {"name": str(self.task), "shard": self.data_shard[0], "actions": actions}
         own["line"] = list(self._line.ranks)
         told = [json.loads(text) for text in self.coordination.tell_all(json.dumps(own))]
-        self._shown = [told[rank] for rank in told[0].pop("line")][::-1]
+        self._timelines = [told[rank] for rank in told[0].pop("line")][::-1]
         return found
 
     def _placed(self, *args: Any) -> Placed:
@@ -388,8 +407,9 @@ class PipelineStep(MeshStep):
     def state_dict(self) -> dict[str, Any]:
         """Model and optimizer under the user's names, whole on all tasks; all call it."""
         pair = self._pairs.meant("state_dict()")
-        state = self._state(pair)
-        if self._parts.world_size > 1:
+        with self._as_shards():
+            state = self._state(pair)
+        if self._is_divided(pair) or self._parts.world_size > 1:
             state = gather_together(partial(self._apart, pair, state), self._tasks)
             order = self._pipes[id(pair.optimizer)].piped.order or state["model"]
             state["model"] = {name: state["model"][name] for name in order}
@@ -432,7 +452,7 @@ class PipelineStep(MeshStep):
             found |= dict(pipe.tied_sums(found, self._mail))
         return state
 
-    def _cuts(self, pair: Pair, section: str) -> dict[str, SpecCut]:
+    def _cuts(self, pair: Pair, section: str) -> dict[str, Cut]:
         piped = self._pipes[id(pair.optimizer)].piped
         found = super()._cuts(pair, section).items()
         return {name: cut for name, cut in found if not piped.is_foreign(name)}

@@ -32,7 +32,7 @@ class PipelineCoordination(MeshCoordination):
     def __init__(self, strategy: PipelineStep) -> None:
         super().__init__(
             strategy._called, strategy.job, strategy.cluster, strategy._pairs, strategy.groups,
-            strategy.outer,
+            strategy._homes, strategy._zero < 3, strategy.outer,
         )  # fmt: skip
         self._strategy = weakref.proxy(strategy)
 
@@ -58,6 +58,6 @@ class PipelineCoordination(MeshCoordination):
             "microbatches": shape.microbatches,
             "data_shards": strategy.num_replicas_in_sync,
             "bound": schedules.bubble(schedule, shape),
-            "tasks": strategy._shown,
+            "tasks": strategy._timelines,
         }
         return {**super().describe(), "pipeline": pipeline}

@@ -129,14 +129,16 @@ class ShardingStep(SynchronousStep):
 
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
         gradients = self._pairs.only.gradients
-        if self._zero < 2 or self._synchronized or not isinstance(gradients, ShardedGradients):
+        # On a mesh some gradients of a task are not whole before the backward pass ends.
+        late = self._zero < 2 or self._synchronized or self._parts.world_size > 1
+        if late or not isinstance(gradients, ShardedGradients):
             return super().step(batch, loss, stop=stop)
         with gradients.early():
             return super().step(batch, loss, stop=stop)
 
     @property
     def _holds_parts(self) -> bool:
-        return self._owners > 1
+        return self._owners > 1 or super()._holds_parts
 
     @property
     def _state_fraction(self) -> float:
@@ -145,7 +147,7 @@ class ShardingStep(SynchronousStep):
     @property
     def _has_shards(self) -> bool:
         """Whether there may be more replicas than this one, perhaps after a loss."""
-        return self._zero > 0 and (self.tasks.world_size > 1 or self.recovery is not None)
+        return self._zero > 0 and (self._own_shard[1] > 1 or self.recovery is not None)
 
     def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
         if not self._zero:
@@ -172,6 +174,7 @@ class ShardingStep(SynchronousStep):
         Who joins a training later gets all from the others, in `meet_again`.
         """
         known = [id(parameter) for each in self._members for parameter in each.parameters]
+        known += [id(p) for p in model.parameters() if p.is_meta and self._parts.world_size > 1]
         members = divide(model, self._block_bytes, known)
         self._members += members
         if self.groups.joins:
@@ -191,13 +194,19 @@ class ShardingStep(SynchronousStep):
             column: Those who have the same, by their groups.
         """
         if ALIKE not in self.groups:
+            if self._has_shards and self._zero == 3:
+                raise UserError(
+                    f"{self.name} with zero=3 inside {self._called}",
+                    "Take zero=2: then each task has the values that groups merge.",
+                )
             return super().values(pair, column)
         return Shards(pair.model, column, self.groups[ALIKE], self._homes)
 
     def _fill_with_chiefs(self, home: Home) -> None:
-        whole: Callable[[Tensor], Tensor] = partial(told, self.groups.world)
-        if home.is_shared and self._owners == self.cluster.world_size:  # the chief's are all's
-            whole = value_of if self.is_chief else Tensor.detach
+        data = self.groups.data  # all that have these parameters
+        whole: Callable[[Tensor], Tensor] = partial(told, data)
+        if home.is_shared and self.groups[SHARDS].world_size == data.world_size:
+            whole = value_of if data.rank == 0 else Tensor.detach  # the first one's are all's
         with self.coordination.during("prepare"):
             home.fill(map(whole, home.parameters))
 
@@ -243,7 +252,7 @@ class ShardingStep(SynchronousStep):
         return super()._state(pair)
 
     def _is_divided(self, pair: Pair) -> bool:
-        return isinstance(pair.gradients, ShardedGradients)
+        return isinstance(pair.gradients, ShardedGradients) or super()._is_divided(pair)
 
     def _cuts(self, pair: Pair, section: str) -> Mapping[str, Cut]:
         if section == "accumulated" or (section == "model" and self._zero < 3):

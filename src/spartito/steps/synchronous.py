@@ -251,7 +251,7 @@ class SynchronousStep(ReplicaStep):
             pair: A prepared one.
             column: Those who have the same, by their groups.
         """
-        cuts = partial(self._cuts, pair, "optimizer")
+        cuts = partial(self._cuts, pair, "model")
         return Replicas(pair.model, column, self.groups.model, cuts, partial(self.shares, pair))
 
     def shares(self, pair: Pair, parameters: Sequence[nn.Parameter]) -> list[float]:

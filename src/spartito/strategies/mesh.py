@@ -10,6 +10,7 @@ from torch import nn
 
 from spartito.mesh.describe import Description
 from spartito.mesh.layout import DEFAULT
+from spartito.steps.sharding import BLOCK
 from spartito.strategies.declaration import Strategy
 
 
@@ -31,6 +32,9 @@ class MeshStrategy(Strategy):
             ``"3*heads"`` is packed queries, keys and values.
         strict: Whether dims that do not divide are refused; else they stay whole.
         model: Short for ``mesh={"data": tasks / model, "model": model}``; None: all tasks.
+        zero: 1, 2 or 3: what tasks with the same part of the model keep in shards among them, as
+            under `ShardedStrategy`; 0: nothing.
+        block_bytes: As under `ShardedStrategy`.
     """
 
     name = "mesh"
@@ -41,6 +45,8 @@ class MeshStrategy(Strategy):
     names: Mapping[str, Sequence[str | None]] | None = None
     strict: bool = False
     model: int | None = None
+    zero: int = 0
+    block_bytes: int = BLOCK
 
     def describe(self, model: nn.Module, example: Any = None, loss: Any = None) -> Description:
         """What the layout does to a model, before any step and without the other tasks.

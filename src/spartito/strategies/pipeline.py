@@ -10,6 +10,7 @@ from torch import nn
 
 from spartito.mesh.describe import Description
 from spartito.mesh.layout import DEFAULT
+from spartito.steps.sharding import BLOCK
 from spartito.strategies.declaration import Strategy
 
 
@@ -37,6 +38,9 @@ class PipelineStrategy(Strategy):
         layout: As under `MeshStrategy`, like the two that follow.
         names: Patterns of parameters' paths, and the names of their dims.
         strict: Whether dims that do not divide are refused.
+        zero: 1, 2 or 3: what tasks with the same layers keep in shards among them, as under
+            `ShardedStrategy`; 0: nothing.
+        block_bytes: As under `ShardedStrategy`.
     """
 
     name = "pipeline"
@@ -51,6 +55,8 @@ class PipelineStrategy(Strategy):
     layout: Any = DEFAULT
     names: Mapping[str, Sequence[str | None]] | None = None
     strict: bool = False
+    zero: int = 0
+    block_bytes: int = BLOCK
 
     def describe(self, model: nn.Module, example: Any = None, loss: Any = None) -> Description:
         """As `MeshStrategy.describe`, of the tensors along the other axes.
