@@ -1,0 +1,126 @@
+"""Strategies that nest: each equals a plain torch loop, and goes on under another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.replicas import Replicas
+from tests.strategies import nesting_jobs as jobs
+from tests.strategies.test_contracts import close
+
+slow = pytest.mark.slow
+
+DIVIDED = [
+    "mesh(model=2, zero=1)",
+    "mesh(model=2, zero=2)",
+    "mesh(model=2, zero=3)",
+    'mesh(model=2, zero=3, communication="sockets")',
+    "pipeline(stages=2, microbatches=2, zero=1)",
+    "pipeline(stages=2, microbatches=2, zero=2)",
+    "pipeline(stages=2, microbatches=2, zero=3)",
+    "pipeline(mesh={'pipeline': 2, 'data': 1, 'model': 2}, microbatches=2)",
+    "sharded(zero=2, copies=2)",
+]
+"""On four tasks: who has the same part of a model keeps shards of it, or all of it."""
+
+EIGHT = ["pipeline(mesh={'pipeline': 2, 'data': 2, 'model': 2}, microbatches=2, zero=1)"]
+
+HELD = [
+    "mirrored",
+    "multi_worker_mirrored",
+    "sharded(zero=1)",
+    "sharded(zero=2)",
+    "sharded(zero=3)",
+    "mesh(model=2)",
+    "pipeline(stages=2, microbatches=2)",
+]
+"""By two groups of two tasks."""
+
+HELD_BY_FOUR = [
+    "mesh(model=2)",
+    "mesh(model=2, zero=1)",
+    "mesh(model=2, zero=2)",
+    "pipeline(stages=2, microbatches=2, zero=1)",
+    "sharded(zero=2, copies=2)",
+]
+"""By two groups of four."""
+
+EVERY = 3
+
+
+def of_groups(inside: str) -> str:
+    return f"local_sgd(groups=2, every={EVERY}, inside={inside})"
+
+
+def tasks(text: str) -> int:
+    held = [of_groups(each) for each in HELD_BY_FOUR]
+    return 8 if text in (*EIGHT, *held) else 4
+
+
+def texts(quick: list[str], slower: list[str]) -> list[Any]:
+    return [*quick, *(pytest.param(each, marks=slow) for each in slower)]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("text", texts(DIVIDED, EIGHT))
+def test_numbers_are_those_of_plain_torch(replicas: Replicas, text: str, optimizer: str) -> None:
+    """Clipped by the global norm, accumulated, with a smaller last batch."""
+    (losses,), weights = jobs.by_torch(optimizer, 3)
+    for found in replicas(jobs.trained, tasks(text), text, optimizer, range(3)):
+        close(found["losses"], losses)
+        close(found["weights"], weights)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "text", texts([of_groups(each) for each in HELD], [of_groups(each) for each in HELD_BY_FOUR])
+)
+def test_groups_are_those_of_plain_torch(replicas: Replicas, text: str, optimizer: str) -> None:
+    losses, weights = jobs.by_torch(optimizer, 3, groups=2, every=EVERY)
+    count = tasks(text)
+    for rank, found in enumerate(replicas(jobs.trained, count, text, optimizer, range(3))):
+        close(found["losses"], losses[rank * 2 // count])
+        close(found["weights"], weights)
+
+
+@slow
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_checkpoint_goes_on_under_the_next_nesting(
+    replicas: Replicas, optimizer: str, tmp_path: Path
+) -> None:
+    """Through all of them, and back to one device."""
+    chain = [*DIVIDED, *EIGHT, "mirrored", "one_device"]
+    (losses,), _ = jobs.by_torch(optimizer, len(chain))
+    each = len(losses) // len(chain)
+    _, weights = jobs.by_torch(optimizer, len(chain))
+    before = ""
+    for number, text in enumerate(chain):
+        count = 1 if text == "one_device" else tasks(text)
+        here = str(tmp_path / str(number))
+        found = replicas(jobs.trained, count, text, optimizer, range(1), load=before, save=here)
+        close(found[0]["losses"], losses[number * each : (number + 1) * each])
+        before = here
+    close(found[0]["weights"], weights)
+
+
+@slow
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_groups_go_on_with_another_strategy_inside(
+    replicas: Replicas, optimizer: str, tmp_path: Path
+) -> None:
+    """Each with its own optimizer's state."""
+    chain = [of_groups(each) for each in (*HELD, *HELD_BY_FOUR)]
+    losses, weights = jobs.by_torch(optimizer, len(chain), groups=2, every=EVERY)
+    each = len(losses[0]) // len(chain)
+    before = ""
+    for number, text in enumerate(chain):
+        here, count = str(tmp_path / str(number)), tasks(text)
+        found = replicas(jobs.trained, count, text, optimizer, range(1), load=before, save=here)
+        for rank, one in enumerate(found):
+            own = losses[rank * 2 // count]
+            close(one["losses"], own[number * each : (number + 1) * each])
+        before = here
+    close(found[0]["weights"], weights)
