@@ -79,7 +79,7 @@ class Declared:
 
     def __post_init__(self) -> None:
         """Check and copy the options; the same ones are always in the same order."""
-        if not _STRATEGY.fullmatch(self.name):
+        if not _STRATEGY.fullmatch(self.name) or self.name in _WORDS:
             raise UserError(
                 f"{self.name!r} cannot name a strategy", "Use letters, digits, ., - and _."
             )

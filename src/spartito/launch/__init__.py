@@ -112,7 +112,8 @@ class Launch(_ModuleType):
 
         Args:
             function: what every task calls.
-            strategy: its name; by default the number of tasks decides.
+            strategy: its text, as ``"mirrored"`` or ``"local_sgd(every=20)"``; by default the
+                number of tasks decides.
             workers: the tasks that compute, in the whole cluster; 1 by default.
             address: the cluster, as ``HOST:6379``; by default the one that this program is
                 connected to, else the one of this machine.
