@@ -143,7 +143,7 @@ MISTAKES = [
     ("local_sgd(outer='a\\qb')", "\\q", "\\q stands for no character", ""),
     ("local_sgd(inside=one_device)", "one_device", "cannot hold one_device", "mirrored"),
     ("local_sgd(inside=local_sgd(every=2))", "local_sgd(every=2", "cannot hold local_sgd", ""),
-    ("local_sgd(inside=shard,)", "shard,", "'shard' is unknown", "Did you mean 'sharded'?"),
+    ("local_sgd(inside=shard,)", "shard,", "'shard' is not a strategy", "Did you mean 'sharded'?"),
     ("local_sgd(inside=sharded(zer=2))", "zer", "sharded has no option", "'zero'"),
     ("local_sgd(inside=sharded(timeout=2))", "timeout", "of the whole job", "outermost"),
     ("lokal_sgd(every=3)", "lokal", "'lokal_sgd' is not a strategy", "'local_sgd'"),
