@@ -31,7 +31,9 @@ from spartito.declared import (
 from spartito.errors import UserError
 from spartito.registry import BUILT_IN, OF_THE_JOB, strategy_info
 
-NAMES = st.text(string.ascii_letters + "_", min_size=1, max_size=12)
+NAMES = st.text(string.ascii_letters + "_", min_size=1, max_size=12).filter(
+    lambda name: name not in ("None", "True", "False")
+)
 ANY_TEXT = st.text(max_size=30)
 SCALARS = (
     st.none()
@@ -143,7 +145,7 @@ MISTAKES = [
     ("local_sgd(outer='a\\qb')", "\\q", "\\q stands for no character", ""),
     ("local_sgd(inside=one_device)", "one_device", "cannot hold one_device", "mirrored"),
     ("local_sgd(inside=local_sgd(every=2))", "local_sgd(every=2", "cannot hold local_sgd", ""),
-    ("local_sgd(inside=shard,)", "shard,", "'shard' is unknown", "Did you mean 'sharded'?"),
+    ("local_sgd(inside=shard,)", "shard,", "'shard' is not a strategy", "Did you mean 'sharded'?"),
     ("local_sgd(inside=sharded(zer=2))", "zer", "sharded has no option", "'zero'"),
     ("local_sgd(inside=sharded(timeout=2))", "timeout", "of the whole job", "outermost"),
     ("lokal_sgd(every=3)", "lokal", "'lokal_sgd' is not a strategy", "'local_sgd'"),
@@ -177,6 +179,12 @@ def test_long_texts_are_shown_around_the_mistake() -> None:
     with pytest.raises(UserError) as raised:
         parse("local_sgd(\n  every=20,\n  evry=3,\n)")
     assert str(raised.value).split("\n")[1:3] == ["    evry=3,", "    ^"]
+
+
+@pytest.mark.parametrize("name", ["None", "True", "", "a b", "-a", "a-", "é", "a("])
+def test_what_cannot_name_a_strategy(name: str) -> None:
+    with pytest.raises(UserError, match="cannot name a strategy"):
+        Declared(name)
 
 
 def test_a_name_alone_has_nothing_to_point_into() -> None:

@@ -79,7 +79,7 @@ class Declared:
 
     def __post_init__(self) -> None:
         """Check and copy the options; the same ones are always in the same order."""
-        if not _STRATEGY.fullmatch(self.name):
+        if not _STRATEGY.fullmatch(self.name) or self.name in _WORDS:
             raise UserError(
                 f"{self.name!r} cannot name a strategy", "Use letters, digits, ., - and _."
             )
@@ -334,7 +334,8 @@ class _Reader:
     def error(self, what: str, do: str, at: int | None = None) -> UserError:
         """One that points at a character, by default the next one."""
         shown, column = _cut(self._text, self._at if at is None else at)
-        if not _STRATEGY.fullmatch(self._text.strip()):  # else there is nothing to point into
+        text = self._text.strip()
+        if text and not _STRATEGY.fullmatch(text):  # else there is nothing to point into
             what = f"{what}\n  {shown}\n  {' ' * column}^"
         return UserError(f"{self._source}: {what}" if self._source else what, do)
 
@@ -373,8 +374,9 @@ class _Reader:
     def _info(self, name: str, at: int, outer: StrategyInfo | None) -> StrategyInfo:
         known = strategy_names()
         if outer is not None and outer.inside and name not in outer.inside:
-            what = f"{outer.name} cannot hold {name}" if name in known else f"{name!r} is unknown"
-            raise self.error(f"{what} inside", nearest(name, outer.inside), at)
+            is_known, do = name in known, nearest(name, outer.inside)
+            what = f"{outer.name} cannot hold {name}" if is_known else f"{name!r} is not a strategy"
+            raise self.error(f"{what}: inside={name}", do, at)
         if name not in known:
             raise self.error(f"{name!r} is not a strategy", nearest(name, known), at)
         return strategy_info(name)

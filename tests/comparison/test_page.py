@@ -214,3 +214,20 @@ def test_the_page_says_what_diverged_and_how_busy_the_machine_was() -> None:
     text, _ = check(record(run("one_device", 1, load={"others": 0.31, "pressure": 0.5}), bad))
     assert "mirrored diverged: its loss is NaN from epoch 1 of 10 on" in text
     assert "31.0% of the cores taken by other programs" in text
+
+
+def test_strategies_that_differ_in_signs_alone_have_their_own_drawings() -> None:
+    texts = ["local_sgd(mixing=1)", "local_sgd(mixing=-1)", 'local_sgd(outer="<&\'>")']
+    settings: tuple[tuple[int, str | None], ...] = ((2, None), (4, "workers"))
+    made = record(
+        *(
+            run(text, count, run=f"{number}-{count}", setting=f"{number}-{count}", sweep=sweep)
+            for number, text in enumerate(texts)
+            for count, sweep in settings
+        )
+    )
+    text, checker = check(made)
+    assert len(checker.ids) == len(set(checker.ids))
+    assert set(strategy_colours(comparison(made))) == set(texts)
+    assert text.count("local_sgd(mixing=-1)") > 3
+    assert "<&'>" not in text

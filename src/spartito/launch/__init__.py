@@ -69,11 +69,12 @@ class Launch(_ModuleType):
 
         Args:
             function: what every task calls, parameter servers and an evaluator too.
-            strategy: its name, as ``"mirrored"``; by default the number of tasks decides.
+            strategy: its text, as ``"mirrored"`` or ``"local_sgd(every=20)"``; by default the
+                number of tasks decides.
             workers: the tasks that compute; one per GPU, or one, by default.
             args: positional arguments of the function.
             kwargs: its keyword arguments.
-            strategy_options: the strategy's keyword arguments.
+            strategy_options: further options of it, which win.
             options: any other option of ``spartito run``, as ``ps=1`` or ``log_dir="logs"``.
 
         Returns:
@@ -111,13 +112,14 @@ class Launch(_ModuleType):
 
         Args:
             function: what every task calls.
-            strategy: its name; by default the number of tasks decides.
+            strategy: its text, as ``"mirrored"`` or ``"local_sgd(every=20)"``; by default the
+                number of tasks decides.
             workers: the tasks that compute, in the whole cluster; 1 by default.
             address: the cluster, as ``HOST:6379``; by default the one that this program is
                 connected to, else the one of this machine.
             args: positional arguments of the function.
             kwargs: its keyword arguments.
-            strategy_options: the strategy's keyword arguments.
+            strategy_options: further options of it, which win.
             options: any other option of ``spartito run --ray``, as ``gpus=1`` or ``ps=1``.
 
         Returns:

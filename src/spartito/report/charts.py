@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 from spartito.report.figures import size
 
@@ -219,7 +220,8 @@ def _for_the_page(text: str, title: str) -> str:
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
     # Several drawings share one page, and an id must be there once.
-    own = re.sub(r"\W+", "-", title.lower())
+    words = re.sub(r"\W+", "-", title.lower())  # of a strategy's options some differ in signs alone
+    own = f"{words}-{crc32(title.encode()):x}"
     text = re.sub(r'\bid="([^"]*)"', rf'id="{own}-\1"', text)
     text = re.sub(r"url\(#([^)]*)\)", rf"url(#{own}-\1)", text)
     text = re.sub(r'href="#([^"]*)"', rf'href="#{own}-\1"', text)
