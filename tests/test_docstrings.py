@@ -107,7 +107,9 @@ def faults(obj: griffe.Object) -> list[str]:
     function = obj
     if isinstance(obj, griffe.Class) and "__init__" in obj.all_members:
         function = target(obj.all_members["__init__"])
-        docstrings = docstrings + documented(function)
+        # Fields of a dataclass are told where they are declared.
+        bases = [base.docstring for base in obj.mro() if "dataclass" in base.labels]
+        docstrings = docstrings + documented(function) + [each for each in bases if each]
     listed = sections(docstrings)
     own = len(docstrings) == 1  # what it overrides may have more arguments
     wrong = []

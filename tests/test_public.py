@@ -45,6 +45,7 @@ LAYERS = [
     {"ps.chief", "mesh", "local"},
     {"ps.job", "ps"},
     {"pipeline"},
+    {"steps"},
     {"strategies"},
     {"report"},
     {"training"},

@@ -134,7 +134,7 @@ class DividedUpdates(PackedGradients):
                 if all(span.rank != rank for span in spans):
                     del state[parameter]
 
-    def pieces(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def own_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         found = ((part.whole, part.own.grad) for part in self._parts.values())
         return ((whole, grad) for whole, grad in found if grad is not None)
 
@@ -143,7 +143,7 @@ class DividedUpdates(PackedGradients):
 
     def norm(self) -> Tensor:
         """The L2 norm of the reduced gradients of all replicas; they meet for it."""
-        own = [grad for _, grad in self.pieces()]
+        own = [grad for _, grad in self.own_gradients()]
         square = torch.nn.utils.get_total_norm(own).double().square()
         return self.sum(square.view(1)).sqrt()[0]
 

@@ -192,12 +192,12 @@ class Gradients(ABC):
     def compared(self) -> None:  # noqa: B027 - few have something to do
         """The parameters are equal on all replicas now: compared, or just loaded."""
 
-    def pieces(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def own_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """The reduced gradients that this replica updates with, and what they are of."""
         return ((p, p.grad) for p in self.parameters if p.grad is not None)
 
     def sum(self, number: Tensor) -> Tensor:
-        """Over the replicas that have different `pieces`, in place."""
+        """Over the replicas that have different `own_gradients`, in place."""
         return number
 
     def norm(self) -> Tensor:

@@ -73,7 +73,7 @@ class Coupling:
     @property
     def is_leader(self) -> bool:
         """Whether this task is the first of its group."""
-        return self._values.leads
+        return self._values.is_first
 
     @property
     def nbytes(self) -> int:

@@ -56,7 +56,7 @@ class Values(ABC):
         return 0
 
     @property
-    def leads(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this task alone counts what all parts of its group have in common."""
         return self.world.is_leader and self.part == 0
 
@@ -273,7 +273,7 @@ class Replicas(Values):
         column: Those who have the same, by their groups.
         parts: The tasks of one's own group that have a model between them.
         cuts: Of which parameters this task has a part, by name.
-        shares: What each parameter here counts for in a sum over ``parts``.
+        fractions: What each parameter here counts for in a sum over ``parts``.
     """
 
     def __init__(
@@ -282,12 +282,12 @@ class Replicas(Values):
         column: JoinedGroups,
         parts: Collective,
         cuts: Callable[[], Mapping[str, Cut]],
-        shares: Callable[[Sequence[nn.Parameter]], Sequence[float]],
+        fractions: Callable[[Sequence[nn.Parameter]], Sequence[float]],
     ) -> None:
         super().__init__(model, column)
-        self._parts, self._cuts_of, self._shares_of = parts, cuts, shares
+        self._parts, self._cuts_of, self._fractions_of = parts, cuts, fractions
         self.is_divided = parts.world_size > 1
-        self._shares: Sequence[float] = ()
+        self._fractions: Sequence[float] = ()
 
     @property
     def part(self) -> int:
@@ -295,13 +295,13 @@ class Replicas(Values):
 
     def follow(self, parameters: Sequence[nn.Parameter]) -> None:
         super().follow(parameters)
-        self._shares = self._shares_of(parameters)
+        self._fractions = self._fractions_of(parameters)
 
     def square(self, flat: Tensor) -> float:
         if not self.is_divided:
             return super().square(flat)
-        views = zip(self.views(flat), self._shares, strict=True)
-        return sum(square_of(view) * share for view, share in views)
+        views = zip(self.views(flat), self._fractions, strict=True)
+        return sum(square_of(view) * fraction for view, fraction in views)
 
     def put(self, values: Sequence[Tensor]) -> None:
         self.fill(values)

@@ -88,12 +88,15 @@ class LocalSGD:
         self._coordination: SynchronousCoordination
 
     def inside(self, cluster: ClusterSpec) -> ClusterSpec:
+        """As `Outer.inside`."""
         return self._grouping.inside(cluster)
 
     def connect(self, rendezvous: Rendezvous, cluster: ClusterSpec, inner: Connect) -> Found:
+        """As `Outer.connect`."""
         return self._grouping.connect(rendezvous, cluster, inner)
 
     def data_shard(self, own: tuple[int, int], cluster: ClusterSpec) -> tuple[int, int]:
+        """As `Outer.data_shard`."""
         return self._grouping.data_shard(own, cluster)
 
     def divided(self, chain: Dataset, pairs: Sequence[Pair]) -> Dataset:
@@ -107,6 +110,7 @@ class LocalSGD:
         return replace(chain, least=2 if norms else chain.least, groups=self._grouping.shards)
 
     def check(self, model: nn.Module, precision: str, step: SynchronousStep) -> None:
+        """As `Outer.check`."""
         self._coordination = step.coordination  # type: ignore[assignment]  # of a synchronous step
         step.groups.meet()
         if self._grouping.column is None:
@@ -129,6 +133,7 @@ class LocalSGD:
                 )
 
     def add(self, pair: Pair, step: SynchronousStep) -> None:
+        """As `Outer.add`."""
         column = self._grouping.column
         if column is None or isinstance(pair.optimizer, NoOptimizer):
             return
@@ -156,6 +161,7 @@ class LocalSGD:
         return Hierarchy(near, made, column, self._every // self._turns.every)
 
     def placed(self, make: Callable[..., Placed], *args: Any) -> Placed:
+        """As `Outer.placed`."""
         if self._grouping.near is None:
             return make(*args)
         *before, pairs = args
@@ -191,6 +197,7 @@ class LocalSGD:
 
     @contextmanager
     def telling(self) -> Generator[None]:
+        """As `Outer.telling`."""
         try:
             yield
         except SpartitoError as error:
@@ -199,6 +206,7 @@ class LocalSGD:
             raise
 
     def update(self, pair: Pair, update: Callable[[], StepResult]) -> StepResult:
+        """As `Outer.update`."""
         coupling = self._couplings.get(id(pair.optimizer))
         if coupling is None:
             return update()
@@ -214,6 +222,7 @@ class LocalSGD:
         return structs.replace(result, stop=asked)
 
     def flush(self, pair: Pair) -> None:
+        """As `Outer.flush`."""
         coupling = self._couplings.get(id(pair.optimizer))
         if coupling is not None and coupling.is_apart:
             if not (coupling.meetings or self._resumed):  # of a whole epoch
@@ -275,9 +284,11 @@ class LocalSGD:
     # Checkpoints
 
     def has(self, pair: Pair) -> bool:
+        """As `Outer.has`."""
         return id(pair.optimizer) in self._couplings
 
     def saved(self, pair: Pair, state: dict[str, Any], cuts: Mapping[str, Cut]) -> dict[str, Any]:
+        """As `Outer.saved`."""
         coupling = self._settled(pair)
         if coupling is None:
             return state
@@ -304,6 +315,7 @@ class LocalSGD:
         return coupling
 
     def load(self, pair: Pair, saved: Saved, cuts: Mapping[str, Cut], kept: set[str]) -> None:
+        """As `Outer.load`."""
         self._resumed = True
         coupling = self._settled(pair)
         if coupling is None:
@@ -335,19 +347,23 @@ class LocalSGD:
 
     @property
     def is_whole(self) -> bool:
+        """As `Outer.is_whole`."""
         return self._grouping.column is None or len(self._grouping.members) == 1
 
     @property
     def is_apart(self) -> bool:
+        """As `Outer.is_apart`."""
         couplings = self._couplings.values()
         return any(each.is_apart and not each.shows_merged for each in couplings)
 
     def show(self, pairs: Sequence[Pair]) -> None:
+        """As `Outer.show`."""
         for pair, coupling in self._coupled(pairs):
             if coupling.show():
                 pair.gradients.written()
 
     def describe(self) -> dict[str, Any]:
+        """As `Outer.describe`."""
         members = [list(group) for group in self._grouping.members]
         sites = [list(site) for site in self._grouping.sites]
         found = {"groups": members, "sites": sites}
@@ -387,6 +403,7 @@ class LocalSGD:
         return {**figures, **losses}
 
     def waits(self) -> dict[str, float]:
+        """As `Outer.waits`."""
         if self._grouping.column is None:
             return {}
         held = sum(each.take_seconds() for each in self._couplings.values())

@@ -243,18 +243,18 @@ class MeshStep(ShardingStep):
     def global_norm(self, pair: Pair) -> Tensor:
         if self._parts.world_size == 1:
             return super().global_norm(pair)
-        pieces = list(pair.gradients.pieces())
-        shares = self.shares(pair, [parameter for parameter, _ in pieces])
-        of_share: dict[float, list[Tensor]] = {}
-        for (_, grad), share in zip(pieces, shares, strict=True):
-            if share:
-                of_share.setdefault(share, []).append(grad)
+        found = list(pair.gradients.own_gradients())
+        fractions = self.fractions(pair, [parameter for parameter, _ in found])
+        of_fraction: dict[float, list[Tensor]] = {}
+        for (_, grad), fraction in zip(found, fractions, strict=True):
+            if fraction:
+                of_fraction.setdefault(fraction, []).append(grad)
         total = torch.zeros(1, dtype=torch.float64)
-        for share, grads in of_share.items():
-            total += torch.nn.utils.get_total_norm(grads).double().square() * share
+        for fraction, grads in of_fraction.items():
+            total += torch.nn.utils.get_total_norm(grads).double().square() * fraction
         return self._parts.all_reduce(pair.gradients.sum(total)).sqrt()[0]
 
-    def shares(self, pair: Pair, parameters: Sequence[nn.Parameter]) -> list[float]:
+    def fractions(self, pair: Pair, parameters: Sequence[nn.Parameter]) -> list[float]:
         specs, together = apply.specs_of(unwrap(pair.model)), self.groups[LAYERS].world_size
         cut = [specs.get(id(parameter)) for parameter in parameters]
         shards = [math.prod(self.mesh.axes[a] for a in how.axes) if how else 1 for how in cut]

@@ -373,10 +373,10 @@ class PipelineStep(MeshStep):
                 parameters[name].grad = torch.empty_like(parameters[name]).copy_(total)
         return super()._update_group(pair, output, examples, stop)
 
-    def shares(self, pair: Pair, parameters: Sequence[nn.Parameter]) -> list[float]:
+    def fractions(self, pair: Pair, parameters: Sequence[nn.Parameter]) -> list[float]:
         counted = self._pipes[id(pair.optimizer)].counts(parameters)
-        found = super().shares(pair, parameters)
-        return [share * counts for share, counts in zip(found, counted, strict=True)]
+        found = super().fractions(pair, parameters)
+        return [fraction * counts for fraction, counts in zip(found, counted, strict=True)]
 
     def _of_last_stage(self, parts: list[bytes]) -> list[bytes]:
         """What the task with the last stage has of ``parts``; all of a pipeline call it."""

@@ -252,9 +252,9 @@ class SynchronousStep(ReplicaStep):
             column: Those who have the same, by their groups.
         """
         cuts = partial(self._cuts, pair, "model")
-        return Replicas(pair.model, column, self.groups.model, cuts, partial(self.shares, pair))
+        return Replicas(pair.model, column, self.groups.model, cuts, partial(self.fractions, pair))
 
-    def shares(self, pair: Pair, parameters: Sequence[nn.Parameter]) -> list[float]:
+    def fractions(self, pair: Pair, parameters: Sequence[nn.Parameter]) -> list[float]:
         """What each parameter here counts for in a sum over the tasks of one model.
 
         Args:
