@@ -31,17 +31,18 @@ import torch
 
 from spartito.checkpoint import manager, parts
 from spartito.checkpoint.manager import read_checkpoint, write_checkpoint
-from spartito.cluster import connection
-from spartito.cluster.connection import HEAD, ForgedError, Sealed
 from spartito.cluster.store import protocol
 from spartito.doctor.transport import connection as lines
 from spartito.doctor.transport.messages import FromCoordinator
 from spartito.doctor.transport.messages import Request as Question
 from spartito.errors import SpartitoError
-from spartito.ps.protocol import messages, wire, work
-from spartito.ps.protocol.wire import PREFIX, START, Gone, Wire
+from spartito.ps.protocol import messages, work
 from spartito.storage import atomic, tensors
 from spartito.storage.atomic import MANIFEST
+from spartito.wire import frames as wire
+from spartito.wire import streams as connection
+from spartito.wire.frames import PREFIX, START, Gone, Wire
+from spartito.wire.streams import HEAD, ForgedError, Sealed
 
 MOST_MEMORY = 256 << 20
 """Bytes by which a million inputs may raise what the process holds at its highest."""

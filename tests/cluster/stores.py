@@ -6,9 +6,9 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from spartito.cluster.secret import Key
 from spartito.cluster.store.client import Store
 from spartito.cluster.store.server import Server
+from spartito.wire.secret import Key
 
 SECRET = b"a secret of this test"
 KEY, TLS = Key(SECRET), Key(SECRET, encrypts=True)

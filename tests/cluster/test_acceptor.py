@@ -12,14 +12,15 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from spartito.cluster.acceptor import MOST_UNKNOWN, Acceptor
-from spartito.cluster.connection import Connection
-from spartito.cluster.endpoints import DRAWN, Endpoint
-from spartito.cluster.handshake import MAGIC, NONCE, PROOF
-from spartito.cluster.secret import NO_SECRET, Key
-from spartito.collectives.sockets import listen, reach
 from spartito.errors import TaskLostError, UserError
 from spartito.log import shown
+from spartito.wire.acceptor import MOST_UNKNOWN, Acceptor
+from spartito.wire.addresses import DRAWN, Endpoint
+from spartito.wire.dialing import reach
+from spartito.wire.handshake import MAGIC, NONCE, PROOF
+from spartito.wire.listening import listen
+from spartito.wire.secret import NO_SECRET, Key
+from spartito.wire.streams import Connection
 from tests.callers import LIMIT, call, read_to_end
 
 HOST, KEY, PURPOSE = "127.0.0.1", Key(b"what the tasks of this job know"), "test"
@@ -112,10 +113,10 @@ def test_more_unknown_peers_than_are_accepted() -> None:
 
 FEW = """
 import resource, socket, sys
-from spartito.cluster.acceptor import Acceptor
-from spartito.cluster.endpoints import DRAWN, Endpoint
-from spartito.cluster.secret import Key
-from spartito.collectives.sockets import listen
+from spartito.wire.acceptor import Acceptor
+from spartito.wire.addresses import DRAWN, Endpoint
+from spartito.wire.secret import Key
+from spartito.wire.listening import listen
 
 def enter(caller):
     kept.append(caller)

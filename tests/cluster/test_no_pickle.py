@@ -17,17 +17,17 @@ import torch
 
 import spartito as sp
 from spartito.checkpoint.opened import opened
-from spartito.cluster.acceptor import Acceptor
-from spartito.cluster.connection import Connection
-from spartito.cluster.secret import Key
 from spartito.cluster.store.server import Server
 from spartito.doctor.transport.connection import Connection as Lines
 from spartito.doctor.transport.connection import PeerError
 from spartito.doctor.transport.messages import Request
 from spartito.errors import SpartitoError
 from spartito.ps.protocol.messages import Reply
-from spartito.ps.protocol.wire import ProtocolError, Wire
 from spartito.storage import load_tensors
+from spartito.wire.acceptor import Acceptor
+from spartito.wire.frames import ProtocolError, Wire
+from spartito.wire.secret import Key
+from spartito.wire.streams import Connection
 from tests.callers import LIMIT, call, read_to_end
 
 ROOT = Path(sp.__file__).parent

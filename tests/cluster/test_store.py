@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spartito.cluster.secret import Key
 from spartito.cluster.store import server as serving
 from spartito.cluster.store.client import (
     FencedError,
@@ -46,6 +45,7 @@ from spartito.cluster.store.protocol import (
 from spartito.cluster.store.server import Server
 from spartito.cluster.store.values import Values
 from spartito.errors import SpartitoError
+from spartito.wire.secret import Key
 from tests.cluster.stores import KEY, LIMIT, SECRET, TLS, client, is_closed, served
 from tests.launch.supervised import stands_still, wait_until
 from tests.processes import context

@@ -9,11 +9,11 @@ from contextlib import suppress
 
 import pytest
 
-from spartito.cluster.secret import Key
 from spartito.cluster.store import server as serving
 from spartito.cluster.store.client import Connection, OtherStoreError
 from spartito.cluster.store.protocol import Set, hello
-from spartito.cluster.tls import contexts
+from spartito.wire.secret import Key
+from spartito.wire.tls import contexts
 from tests.cluster.stores import KEY, LIMIT, SECRET, TLS, client, is_closed, served
 from tests.wiretap import between
 

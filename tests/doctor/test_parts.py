@@ -14,9 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spartito.cluster.endpoints import DRAWN, Endpoint
-from spartito.cluster.interfaces import interface_of
-from spartito.cluster.secret import NO_SECRET, Key
 from spartito.doctor.facts.machine import gpu_names, memory
 from spartito.doctor.facts.network import holder_of, resolve_names, routes, source_address
 from spartito.doctor.findings import Memory, Outcome, Target
@@ -25,6 +22,9 @@ from spartito.doctor.probe.probes import measure, probe
 from spartito.doctor.transport.connection import LONGEST_LINE, Connection, PeerError, connect
 from spartito.doctor.transport.messages import Data, Measured, Ping, Pong, Request
 from spartito.doctor.transport.server import DoctorServer, open_server
+from spartito.wire.addresses import DRAWN, Endpoint
+from spartito.wire.interfaces import interface_of
+from spartito.wire.secret import NO_SECRET, Key
 from tests.callers import read_to_end
 from tests.launch.supervised import wait_until
 

@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from spartito.cluster.secret import Key
-from spartito.cluster.spec import split_address
 from spartito.cluster.store.client import Store, StoreGoneError, StoreSecretError
 from spartito.launch.keeping import kept_store
+from spartito.wire.addresses import split_address
+from spartito.wire.secret import Key
 from tests.wiretap import between
 
 LIMIT = 30.0  # seconds that no passing test comes near

@@ -15,10 +15,6 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from spartito.cluster.endpoints import DRAWN, Endpoint
-from spartito.cluster.handshake import prove
-from spartito.cluster.secret import NO_SECRET
-from spartito.collectives.sockets import listen
 from spartito.collectives.versions import Versions
 from spartito.ps.client.vector import Vector
 from spartito.ps.protocol.layout import cut
@@ -37,11 +33,15 @@ from spartito.ps.protocol.messages import (
     Welcome,
 )
 from spartito.ps.protocol.rules import Rules
-from spartito.ps.protocol.wire import PREFIX, START, VERSION, Gone, Wire
 from spartito.ps.server.server import Server
 from spartito.ps.server.shard import Shard
 from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
+from spartito.wire.addresses import DRAWN, Endpoint
+from spartito.wire.frames import PREFIX, START, VERSION, Gone, Wire
+from spartito.wire.handshake import prove
+from spartito.wire.listening import listen
+from spartito.wire.secret import NO_SECRET
 from tests.callers import call
 
 HOST, LIMIT, JOB = "127.0.0.1", 30.0, "a job"

@@ -18,9 +18,9 @@ LIMIT = 600.0
 
 SERVER = """
 import socket
-from spartito.cluster.reach import look_after
+from spartito.wire.keepalive import look_after
 from spartito.ps.protocol.messages import Request
-from spartito.ps.protocol.wire import SILENCE, Wire
+from spartito.wire.frames import SILENCE, Wire
 
 listener = socket.create_server(("0.0.0.0", 29531))
 print("listens", flush=True)
@@ -39,9 +39,9 @@ CLIENT = """
 import signal
 import socket
 import sys
-from spartito.cluster.reach import look_after
+from spartito.wire.keepalive import look_after
 from spartito.ps.protocol.messages import GetState, Reply
-from spartito.ps.protocol.wire import SILENCE, Wire
+from spartito.wire.frames import SILENCE, Wire
 
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 servers = [socket.create_connection(("alpha", 29531)) for _ in range(2)]

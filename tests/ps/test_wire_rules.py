@@ -10,14 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spartito.ps.protocol.wire import (
-    MAGIC,
-    MAX_HEADER,
-    VERSION,
-    Gone,
-    ProtocolError,
-    checksum,
-)
+from spartito.wire.frames import MAGIC, MAX_HEADER, VERSION, Gone, ProtocolError, checksum
 from tests.ps.test_wire import (
     LIMIT,
     NOTE,

@@ -19,8 +19,8 @@ import numpy as np
 
 from spartito.backend.errors import MOST_TEXT
 from spartito.backend.memory import RESERVE, Bytes
-from spartito.cluster.connection import Connection, rest
 from spartito.collectives.tcp import MAX_BUFFERS, Views
+from spartito.wire.streams import Connection, rest
 
 HEAD = struct.Struct("<5q")
 PART, MESSAGE, FAREWELL = range(3)

@@ -21,7 +21,6 @@ from pathlib import Path
 import msgspec
 
 from spartito.cluster.endpoints import chosen_interface, port_range
-from spartito.cluster.interfaces import ELSEWHERE
 from spartito.cluster.limits import time_limit
 from spartito.cluster.listed import (
     ENV_ADDRESS,
@@ -30,16 +29,17 @@ from spartito.cluster.listed import (
     ENV_PS,
     ENV_TASK,
     ENV_WORKERS,
-    address,
     check_addresses,
     count,
     named_task,
     spec_of,
 )
-from spartito.cluster.ports import BELOW_EPHEMERAL, drawn, free_port, is_own
-from spartito.cluster.spec import ClusterSpec, Task, is_loopback, split_address
+from spartito.cluster.spec import ClusterSpec, Task
 from spartito.errors import TaskLostError, UserError
 from spartito.names import ENV_TIMEOUT
+from spartito.wire.addresses import address, is_loopback, split_address
+from spartito.wire.interfaces import ELSEWHERE
+from spartito.wire.ports import BELOW_EPHEMERAL, drawn, free_port, is_own
 
 VARIABLE = "SPARTITO_CLUSTER_DIR"
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from spartito.cluster.interfaces import is_here
 from spartito.cluster.listed import ENV_TASK, named_task, roles_of, spec_of
-from spartito.cluster.spec import ClusterSpec, Task, canonical, split_address
+from spartito.cluster.spec import ClusterSpec, Task
 from spartito.errors import UserError
+from spartito.wire.addresses import canonical, split_address
+from spartito.wire.interfaces import is_here
 
 VARIABLE = "SPARTITO_CLUSTER"
 EXAMPLE = "worker: [a:29500, b:29500]"

@@ -15,22 +15,24 @@ from functools import partial
 import msgspec
 import torch.distributed as dist
 
-from spartito.cluster.endpoints import rendezvous_endpoint
+from spartito.cluster.endpoints import rendezvous_endpoint, warn_if_open
 from spartito.cluster.recovery import Recovery
-from spartito.cluster.secret import Key, key_at, warn_if_open
-from spartito.cluster.spec import ClusterSpec, is_loopback, split_address
+from spartito.cluster.spec import ClusterSpec
 from spartito.cluster.store.client import Store
 from spartito.cluster.store.server import Server
 from spartito.collectives.generations import Card, Generation
 from spartito.collectives.lifeline import Lifeline
 from spartito.collectives.regrouping import REPLY, Assembly, keys_of
-from spartito.collectives.sockets import RETRY_SECONDS, dial, listen
 from spartito.collectives.store import KeyValues, Membership, ask, lost_with, quiet_torch
 from spartito.collectives.torch_store import OfTorch
-from spartito.collectives.waiting import Waiting
 from spartito.errors import TaskLostError
 from spartito.life import Life
 from spartito.names import ENV_STORE
+from spartito.waiting import Waiting
+from spartito.wire.addresses import is_loopback, split_address
+from spartito.wire.dialing import RETRY_SECONDS, dial
+from spartito.wire.listening import listen
+from spartito.wire.secret import Key, key_at
 
 _visits = Counter[int | None]()  # of this process so far: to the job's store, or a keeper's own
 

@@ -10,16 +10,16 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 
-from spartito.cluster.acceptor import Acceptor
-from spartito.cluster.connection import Connection
-from spartito.cluster.endpoints import Endpoint
-from spartito.cluster.handshake import GREETING_SECONDS, read
-from spartito.cluster.listed import address
-from spartito.cluster.secret import NO_SECRET, Key
-from spartito.collectives.sockets import listen, reach
 from spartito.collectives.store import Membership
 from spartito.errors import TaskLostError
 from spartito.forks import keep_from_forks
+from spartito.wire.acceptor import Acceptor
+from spartito.wire.addresses import Endpoint, address
+from spartito.wire.dialing import reach
+from spartito.wire.handshake import GREETING_SECONDS, read
+from spartito.wire.listening import listen
+from spartito.wire.secret import NO_SECRET, Key
+from spartito.wire.streams import Connection
 
 LOOK = 0.5  # seconds between two looks who lives
 SOON = 10.0

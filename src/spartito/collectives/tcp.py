@@ -20,16 +20,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from spartito.cluster.connection import Connection, rest
-from spartito.cluster.endpoints import Endpoint
-from spartito.cluster.secret import NO_SECRET, Key
 from spartito.collectives.collective import Collective, Piggybacked, Reducer, left
 from spartito.collectives.liveness import LivenessCheck
 from spartito.collectives.peers import close_all, connect_all
 from spartito.collectives.store import Membership
-from spartito.collectives.waiting import Waiting
 from spartito.errors import SpartitoError, UserError
 from spartito.heartbeat import resume, waits
+from spartito.waiting import Waiting
+from spartito.wire.addresses import Endpoint
+from spartito.wire.secret import NO_SECRET, Key
+from spartito.wire.streams import Connection, rest
 
 SMALL = 64 << 10  # bytes that a rank may send to have a tensor added up as a whole by all
 MAX_BUFFERS = 512  # of one system call; the system takes 1024

@@ -13,15 +13,7 @@ from math import inf
 import msgspec
 
 from spartito.cluster import ClusterSpec, resolve
-from spartito.cluster.endpoints import (
-    DRAWN,
-    Endpoint,
-    peer_endpoint,
-    port_range,
-    training_endpoints,
-)
-from spartito.cluster.secret import key_among, open_hosts
-from spartito.cluster.spec import split_address
+from spartito.cluster.endpoints import open_hosts, peer_endpoint, port_range, training_endpoints
 from spartito.doctor.facts import network
 from spartito.doctor.facts.machine import collect
 from spartito.doctor.findings import Findings, Port, Target, addresses_of
@@ -32,6 +24,8 @@ from spartito.doctor.rules.judge import judge
 from spartito.doctor.transport.messages import End
 from spartito.doctor.transport.server import ANYWHERE, DoctorServer, open_server
 from spartito.errors import UserError
+from spartito.wire.addresses import DRAWN, Endpoint, split_address
+from spartito.wire.secret import key_among
 
 TIMEOUT = 10.0
 """Seconds that an examination may take."""

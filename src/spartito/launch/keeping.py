@@ -8,14 +8,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from spartito.cluster.endpoints import DRAWN, port_range
-from spartito.cluster.listed import address
-from spartito.cluster.ports import is_own
-from spartito.cluster.secret import read_secret, without_secret
-from spartito.cluster.spec import is_loopback
+from spartito.cluster.endpoints import port_range
 from spartito.errors import UserError
 from spartito.launch.roles import HOST
 from spartito.names import ENV_STORE
+from spartito.wire.addresses import DRAWN, address, is_loopback
+from spartito.wire.ports import is_own
+from spartito.wire.secret import read_secret, without_secret
 
 
 @contextmanager

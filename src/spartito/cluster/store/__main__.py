@@ -16,11 +16,11 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from spartito.cluster.secret import key_at
-from spartito.cluster.spec import is_loopback, split_address
 from spartito.cluster.store.journal import Journal
 from spartito.cluster.store.server import Server
 from spartito.names import ENV_SECRET
+from spartito.wire.addresses import is_loopback, split_address
+from spartito.wire.secret import key_at
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import copy
 
-from spartito.cluster.reach import look_after
-from spartito.cluster.secret import Key
 from spartito.cluster.store.protocol import (
     HEAD,
     HELLO,
@@ -34,10 +32,12 @@ from spartito.cluster.store.protocol import (
     seals,
     size_of,
 )
-from spartito.cluster.tls import ALERT, Encrypted
 from spartito.errors import SpartitoError, UserError
 from spartito.forks import keep_from_forks
 from spartito.names import ENV_TLS
+from spartito.wire.keepalive import look_after
+from spartito.wire.secret import Key
+from spartito.wire.tls import ALERT, Encrypted
 
 
 class StoreError(SpartitoError):

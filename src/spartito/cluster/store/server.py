@@ -13,8 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from spartito.cluster.reach import look_after
-from spartito.cluster.secret import Key
 from spartito.cluster.store.journal import Journal
 from spartito.cluster.store.protocol import (
     HEAD,
@@ -34,12 +32,14 @@ from spartito.cluster.store.protocol import (
     size_of,
 )
 from spartito.cluster.store.values import Values
-from spartito.cluster.tls import ALERT, Listening, speaks_another
-from spartito.cluster.tls import HELLO as TLS_HELLO
 from spartito.errors import SpartitoError
 from spartito.forks import keep_from_forks
 from spartito.log import RareWarnings, shown
 from spartito.names import ENV_TLS
+from spartito.wire.keepalive import look_after
+from spartito.wire.secret import Key
+from spartito.wire.tls import ALERT, Listening, speaks_another
+from spartito.wire.tls import HELLO as TLS_HELLO
 
 GREETING_SECONDS = 5.0
 """Seconds in which a caller has to show that it knows the secret, or it is disconnected."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from spartito.cluster.endpoints import check_drawn
 from spartito.cluster.resolver import remarks
-from spartito.cluster.spec import NO_RANK, ClusterSpec, split_address
+from spartito.cluster.spec import NO_RANK, ClusterSpec
 from spartito.collectives.placement import PROCESS_GROUP
 from spartito.declared import declared_by
 from spartito.device import (
@@ -31,6 +31,7 @@ from spartito.doctor.facts import network
 from spartito.doctor.findings import Facts, Memory, Space
 from spartito.errors import UserError
 from spartito.registry import default_name
+from spartito.wire.addresses import split_address
 
 PACKAGES = ("spartito", "torch")
 BOOT = Path("/proc/sys/kernel/random/boot_id")

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from spartito.cluster.interfaces import interface_of
 from spartito.doctor.findings import Name, Route
 from spartito.doctor.parallel import at_once
+from spartito.wire.interfaces import interface_of
 
 PROC = Path("/proc")
 LISTENS = "0A"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import combinations, permutations
 
-from spartito.cluster.spec import is_loopback
 from spartito.doctor.findings import Findings, Outcome, Pair, Probe, slower_than_back
 from spartito.doctor.rules.verdict import Severity, Verdict, Verdicts
 from spartito.doctor.wording import amount, duration, joined, rate
+from spartito.wire.addresses import is_loopback
 
 MEANS = {
     Outcome.UNRESOLVED: "its name does not resolve",

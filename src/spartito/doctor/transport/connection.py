@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from spartito.cluster.connection import Connection as Secured
-from spartito.cluster.handshake import OtherProgramError, SecretError, prove
-from spartito.cluster.secret import Key
 from spartito.decoders import json_decoder
 from spartito.doctor.findings import Outcome, Target
+from spartito.wire.handshake import OtherProgramError, SecretError, prove
+from spartito.wire.secret import Key
+from spartito.wire.streams import Connection as Secured
 
 LONGEST_LINE = 1 << 20
 """Bytes of one message at most: facts of a hundred tasks fit, floods do not."""

@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from spartito.cluster.acceptor import Acceptor
-from spartito.cluster.connection import Connection as Secured
-from spartito.cluster.endpoints import DRAWN, Endpoint
-from spartito.cluster.handshake import OtherSecretError, UnknownPeerError
-from spartito.cluster.secret import NO_SECRET, Key
-from spartito.collectives.sockets import Opened, TakenError, UnresolvedError, open_listener
 from spartito.doctor.facts.network import holder_of
 from spartito.doctor.findings import Port
 from spartito.doctor.parallel import at_once
 from spartito.doctor.transport.connection import PURPOSE, Connection, PeerError
 from spartito.doctor.transport.messages import MOST_BYTES, Data, Invite, Join, Pong, Request
 from spartito.errors import UserError
+from spartito.wire.acceptor import Acceptor
+from spartito.wire.addresses import DRAWN, Endpoint
+from spartito.wire.handshake import OtherSecretError, UnknownPeerError
+from spartito.wire.listening import Opened, TakenError, UnresolvedError, open_listener
+from spartito.wire.secret import NO_SECRET, Key
+from spartito.wire.streams import Connection as Secured
 
 IDLE_SECONDS = 5.0
 """How long a caller may be silent."""

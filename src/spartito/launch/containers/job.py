@@ -11,13 +11,13 @@ from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
-from spartito.cluster.spec import split_address
 from spartito.errors import EXIT_TASK_LOST, SpartitoError, UserError
 from spartito.launch.containers.compose import STOP_SECONDS
 from spartito.launch.containers.engine import VERSION_LABEL, Engine, TaskState
 from spartito.launch.containers.file import Folder, JobFile, read_job
 from spartito.launch.containers.secret import make_secret
 from spartito.launch.containers.watch import Watch, how_it_ended, say, verdict
+from spartito.wire.addresses import split_address
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

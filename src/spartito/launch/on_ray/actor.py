@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from spartito.cluster.ports import free_port
 from spartito.errors import UserError
 from spartito.launch import called
 from spartito.launch.hosts import agent
 from spartito.launch.target import check_program
+from spartito.wire.ports import free_port
 
 MOST = 1 << 20
 """Bytes of one output that are passed on at once."""

@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from spartito.cluster.spec import split_address
 from spartito.errors import EXIT_TASK_LOST, UserError
+from spartito.wire.addresses import split_address
 
 REACH_SECONDS = 5.0
 """For a connection to the cluster's head."""

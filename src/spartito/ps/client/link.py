@@ -15,11 +15,6 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from spartito.cluster.handshake import prove
-from spartito.cluster.reach import look_after
-from spartito.cluster.secret import NO_SECRET, Key
-from spartito.cluster.spec import split_address
-from spartito.collectives.sockets import RETRY_SECONDS, dial
 from spartito.errors import TaskLostError, UserError
 from spartito.heartbeat import keep_files, last_words
 from spartito.ps.client.vector import Copies, Vector
@@ -49,7 +44,12 @@ from spartito.ps.protocol.messages import (
 from spartito.ps.protocol.runtime import SYSTEM, Channel, Runtime
 from spartito.ps.protocol.slots import State as OptimizerState
 from spartito.ps.protocol.transfer import MOST_KEYS, state_limit, state_message
-from spartito.ps.protocol.wire import LONG_HEADER, SILENCE, Gone, ProtocolError, Wire
+from spartito.wire.addresses import split_address
+from spartito.wire.dialing import RETRY_SECONDS, dial
+from spartito.wire.frames import LONG_HEADER, SILENCE, Gone, ProtocolError, Wire
+from spartito.wire.handshake import prove
+from spartito.wire.keepalive import look_after
+from spartito.wire.secret import NO_SECRET, Key
 
 BREAKS = 5
 """How often in a row a server may break the connection without a reply."""

@@ -7,14 +7,10 @@ import socket
 
 import msgspec
 
-from spartito.cluster.acceptor import Acceptor
-from spartito.cluster.connection import Connection
-from spartito.cluster.secret import NO_SECRET, Key
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.log import RareWarnings, shown
 from spartito.ps.protocol.runtime import Channel, Joinable
-from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
 from spartito.ps.protocol.work import (
     MAX_PUBLISHED,
     PURPOSE,
@@ -38,6 +34,10 @@ from spartito.ps.protocol.work import (
     Welcome,
 )
 from spartito.ps.scheduler.coordinator import REPLY_SECONDS, Coordinator
+from spartito.wire.acceptor import Acceptor
+from spartito.wire.frames import LONG_HEADER, Gone, ProtocolError, Wire
+from spartito.wire.secret import NO_SECRET, Key
+from spartito.wire.streams import Connection
 
 HEARTBEAT_SECONDS = 1.0
 HELLO_SECONDS = 10.0

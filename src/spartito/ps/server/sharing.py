@@ -12,14 +12,14 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from spartito.cluster.handshake import GREETING_SECONDS, UnknownPeerError, challenge
-from spartito.cluster.secret import Key
 from spartito.collectives.segment import Segment
 from spartito.ps.protocol.layout import Span
 from spartito.ps.protocol.memory import LOCAL, areas
 from spartito.ps.protocol.messages import Request, Welcome
 from spartito.ps.protocol.runtime import Channel
-from spartito.ps.protocol.wire import Gone, ProtocolError, Wire
+from spartito.wire.frames import Gone, ProtocolError, Wire
+from spartito.wire.handshake import GREETING_SECONDS, UnknownPeerError, challenge
+from spartito.wire.secret import Key
 
 SHARED = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 

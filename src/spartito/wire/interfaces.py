@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from spartito.cluster.ports import is_own
-from spartito.cluster.spec import is_loopback
+from spartito.wire.addresses import is_loopback
+from spartito.wire.ports import is_own
 
 SIOCGIFADDR = 0x8915
 IPV6_TABLE = Path("/proc/net/if_inet6")

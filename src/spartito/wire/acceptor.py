@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from spartito.cluster.connection import Connection
-from spartito.cluster.handshake import GREETING_SECONDS, UnknownPeerError, challenge
-from spartito.cluster.secret import Key
 from spartito.log import RareWarnings, shown
+from spartito.wire.handshake import GREETING_SECONDS, UnknownPeerError, challenge
+from spartito.wire.secret import Key
+from spartito.wire.streams import Connection
 
 MOST_UNKNOWN = 64
 """Callers that have not authenticated yet, at the same time; fewer with few descriptors."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 
-from spartito.cluster.connection import Connection
+from spartito.wire.streams import Connection
 
 SILENCE = 2
 """Seconds without a sign of the other machine's kernel after which a connection ends."""

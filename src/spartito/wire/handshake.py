@@ -20,11 +20,11 @@ import socket
 import ssl
 import time
 
-from spartito.cluster.connection import Connection, Sealed
-from spartito.cluster.secret import Key
-from spartito.cluster.tls import ALERT, HELLO, Encrypted, speaks_another
 from spartito.errors import SpartitoError, UserError
 from spartito.names import ENV_TLS
+from spartito.wire.secret import Key
+from spartito.wire.streams import Connection, Sealed
+from spartito.wire.tls import ALERT, HELLO, Encrypted, speaks_another
 
 MAGIC = b"SPTO"
 NONCE = 32

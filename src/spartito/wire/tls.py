@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from spartito.cluster.connection import RECORD, ForgedError, Recorded
+from spartito.wire.streams import RECORD, ForgedError, Recorded
 
 if TYPE_CHECKING:
     from cryptography.x509 import CertificateBuilder
