@@ -13,8 +13,9 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 import pytest
 
 from spartito.wire.handshake import challenge, prove
+from spartito.wire.limits import RECORD
 from spartito.wire.secret import Key
-from spartito.wire.streams import HEAD, RECORD, Connection, ForgedError, Sealed
+from spartito.wire.streams import HEAD, Connection, ForgedError, Sealed
 from spartito.wire.tls import Encrypted
 
 LIMIT = 30.0

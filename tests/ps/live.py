@@ -38,8 +38,8 @@ from spartito.ps.server.shard import Shard
 from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
 from spartito.wire.addresses import DRAWN, Endpoint
-from spartito.wire.frames import PREFIX, START, VERSION, Gone, Wire
-from spartito.wire.handshake import prove
+from spartito.wire.frames import PREFIX, START, Gone, Wire
+from spartito.wire.handshake import VERSION, prove
 from spartito.wire.listening import listen
 from spartito.wire.secret import NO_SECRET
 from tests.callers import call

@@ -18,15 +18,15 @@ LIMIT = 600.0
 
 SERVER = """
 import socket
-from spartito.wire.keepalive import look_after
+from spartito.wire.streams import keep_alive
 from spartito.ps.protocol.messages import Request
-from spartito.wire.frames import SILENCE, Wire
+from spartito.wire.frames import LONG_SILENCE, Wire
 
 listener = socket.create_server(("0.0.0.0", 29531))
 print("listens", flush=True)
 callers = [listener.accept()[0] for _ in range(2)]
 for caller in callers:
-    look_after(caller, SILENCE)
+    keep_alive(caller, LONG_SILENCE)
 wires = [Wire(caller, Request) for caller in callers]
 print(*(type(wire.receive()).__name__ for wire in wires), flush=True)
 for wire in wires:
@@ -39,14 +39,14 @@ CLIENT = """
 import signal
 import socket
 import sys
-from spartito.wire.keepalive import look_after
+from spartito.wire.streams import keep_alive
 from spartito.ps.protocol.messages import GetState, Reply
-from spartito.wire.frames import SILENCE, Wire
+from spartito.wire.frames import LONG_SILENCE, Wire
 
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 servers = [socket.create_connection(("alpha", 29531)) for _ in range(2)]
 for server in servers:
-    look_after(server, SILENCE)
+    keep_alive(server, LONG_SILENCE)
 waits, sends = (Wire(server, Reply, timeout=float(sys.argv[1])) for server in servers)
 for wire in (waits, sends):
     wire.send(GetState())

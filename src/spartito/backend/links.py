@@ -19,7 +19,8 @@ import numpy as np
 
 from spartito.backend.errors import MOST_TEXT
 from spartito.backend.memory import RESERVE, Bytes
-from spartito.collectives.tcp import MAX_BUFFERS, Views
+from spartito.collectives.tcp import Views
+from spartito.wire.limits import MOST_BUFFERS
 from spartito.wire.streams import Connection, rest
 
 HEAD = struct.Struct("<5q")
@@ -143,7 +144,7 @@ class Link:
     def _send(self) -> None:
         try:
             while self._out:
-                count = self._connection.sendmsg(self._out[:MAX_BUFFERS])
+                count = self._connection.sendmsg(self._out[:MOST_BUFFERS])
                 self._out = rest(self._out, count)
                 self.moved += count
         except BlockingIOError:

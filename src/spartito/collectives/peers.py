@@ -16,7 +16,8 @@ from spartito.forks import keep_from_forks
 from spartito.wire.acceptor import Acceptor
 from spartito.wire.addresses import Endpoint, address
 from spartito.wire.dialing import reach
-from spartito.wire.handshake import GREETING_SECONDS, read
+from spartito.wire.handshake import read
+from spartito.wire.limits import GREETING_SECONDS
 from spartito.wire.listening import listen
 from spartito.wire.secret import NO_SECRET, Key
 from spartito.wire.streams import Connection

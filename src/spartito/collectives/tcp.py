@@ -28,11 +28,11 @@ from spartito.errors import SpartitoError, UserError
 from spartito.heartbeat import resume, waits
 from spartito.waiting import Waiting
 from spartito.wire.addresses import Endpoint
+from spartito.wire.limits import MOST_BUFFERS
 from spartito.wire.secret import NO_SECRET, Key
 from spartito.wire.streams import Connection, rest
 
 SMALL = 64 << 10  # bytes that a rank may send to have a tensor added up as a whole by all
-MAX_BUFFERS = 512  # of one system call; the system takes 1024
 MAX_WAIT = 1e6  # seconds of one poll
 HEAD = 8  # bytes in front of each message: the number of the call that it is part of
 HALF = (torch.bfloat16, torch.float16)
@@ -83,7 +83,7 @@ class Flow:
         try:
             with suppress(BlockingIOError):
                 while self._out:
-                    self._out = rest(self._out, self._connection.sendmsg(self._out[:MAX_BUFFERS]))
+                    self._out = rest(self._out, self._connection.sendmsg(self._out[:MOST_BUFFERS]))
         finally:  # of a peer that has left too: what it sent before says why
             self._receive()
         return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._into else 0)

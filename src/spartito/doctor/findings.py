@@ -139,6 +139,7 @@ class Outcome(StrEnum):
     SILENT = "silent"
     OTHER_PROGRAM = "other program"
     OTHER_SECRET = "other secret"
+    OTHER_RELEASE = "other release"
     CLOSED = "closed"
     OTHER_TASK = "other task"
 

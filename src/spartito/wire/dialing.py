@@ -1,4 +1,4 @@
-"""Sockets between tasks: one that listens at a task's endpoint, one to a task that may be late."""
+"""Calls: a connection to who listens now, and to a task that may be late."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from spartito.errors import TaskLostError
 from spartito.waiting import Waiting
 from spartito.wire.addresses import address
 from spartito.wire.handshake import prove
+from spartito.wire.limits import ATTEMPT_SECONDS, RETRY_SECONDS
 from spartito.wire.secret import Key
-from spartito.wire.streams import Connection
-
-RETRY_SECONDS = 0.02  # between two looks for a task that does not listen yet
-ATTEMPT_SECONDS = 3.0  # for one connection: a name may soon mean another machine
+from spartito.wire.streams import Connection, Socket, send_at_once
 
 
-def dial(host: str, port: int, name: str, limit: float, end: float | None = None) -> socket.socket:
+def dial(host: str, port: int, name: str, limit: float, end: float | None = None) -> Socket:
     """A blocking connection to task ``name``, once it listens at ``host:port``; no Nagle delay.
 
     Raises `TaskLostError` that names the task if it does not within ``limit`` seconds; they are
@@ -32,7 +30,7 @@ def dial(host: str, port: int, name: str, limit: float, end: float | None = None
         try:
             now = time.monotonic()
             until = min(end, start + waiting.after, now + ATTEMPT_SECONDS)
-            return _connected(host, port, max(0.01, until - now))
+            return connect(host, port, max(0.01, until - now))
         except OSError as error:
             if time.monotonic() + RETRY_SECONDS >= end:
                 raise TaskLostError(
@@ -71,14 +69,38 @@ def reach(host: str, port: int, name: str, limit: float, *, key: Key, purpose: s
         time.sleep(RETRY_SECONDS)
 
 
-def _connected(host: str, port: int, limit: float) -> socket.socket:
-    connection = socket.create_connection((host, port), limit)
+def connect(host: str, port: int, seconds: float, *, packets: int | None = None) -> Socket:
+    """A blocking connection to whoever listens at ``host:port`` now; no Nagle delay.
+
+    ``packets`` are the bytes that each packet may have at most, by default as many as the line
+    takes. Raises `OSError` if there is none within so many seconds.
+    """
+    wrong: OSError = socket.gaierror(f"{host} has no address")
+    for family, kind, protocol, _, where in socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM):
+        connection = socket.socket(family, kind, protocol)
+        try:
+            connection.settimeout(max(0.001, seconds))
+            if packets is not None:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, packets)
+            connection.connect(where)
+            if connection.getsockname() == connection.getpeername():
+                # Nobody listens, and the system chose this very port for our own end.
+                raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+            send_at_once(connection)
+            connection.settimeout(None)
+        except OSError as error:
+            connection.close()
+            wrong = error
+        else:
+            return connection
+    raise wrong
+
+
+def connect_here(path: str) -> Socket:
+    """A blocking connection to the process of this machine that listens at ``path``."""
+    connection = socket.socket(socket.AF_UNIX)
     try:
-        if connection.getsockname() == connection.getpeername():
-            # Nobody listens, and the system chose this very port for our own end.
-            raise OSError(errno.ECONNREFUSED, "Connection refused")
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(None)
+        connection.connect(path)
     except OSError:
         connection.close()
         raise

@@ -12,7 +12,6 @@ leaves the machine.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import select
 import socket
@@ -26,7 +25,9 @@ import msgspec
 from spartito.decoders import msgpack_decoder
 from spartito.errors import SpartitoError
 from spartito.forks import keep_from_forks
-from spartito.wire.streams import Connection
+from spartito.wire.handshake import MAGIC, VERSION
+from spartito.wire.limits import MOST_BUFFERS, MOST_HEADER
+from spartito.wire.streams import Connection, hang_up, is_unix, rest, send_at_once
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -36,22 +37,11 @@ if TYPE_CHECKING:
 
     Contiguous: TypeAlias = Buffer | npt.NDArray[Any]  # numpy declares no Buffer before 3.12
 
-MAGIC = b"SPTO"
-VERSION = 3
 NO_SUM = 1
 """The flag of a frame whose payload has no sum: it does not leave the machine."""
-MAX_HEADER = 64 << 10  # bytes, of an unknown peer
-LONG_HEADER = 4 << 20
-"""The same of a task of the job: thousands of parameter groups."""
 
 PREFIX = struct.Struct("<4sBBHIQIQ")
 """Magic, version, flags, reserved, header bytes, payload bytes, CRC-32, sum of the payload."""
-SILENCE = 10
-"""Seconds without a sign of the other machine after which a server's connection is `Gone`.
-
-Longer than a line full of gradients keeps a packet waiting, and much less than a task may take to
-reply. A worker's only connection to the coordinator has no such limit: nobody would make it again.
-"""
 START = 256
 """Bytes that every frame begins with: the prefix, the header, and zeros where that is shorter."""
 _CRC = struct.Struct("<I")
@@ -61,12 +51,15 @@ _NOTHING = memoryview(b"")
 _WORD = 8
 _WRAP = (1 << 64) - 1
 _CHUNK = 1 << 19  # bytes that are received, then added up: they fit in the cache of one core
-_MAX_BUFFERS = 512  # of one sendmsg; the system takes 1024
 _TIMEVAL = struct.Struct("@ll")
 
 
 class ProtocolError(SpartitoError):
     """A frame breaks the rules: says what was expected and what came."""
+
+
+class TooLongError(ProtocolError):
+    """A message of ours is longer than the other end takes; nothing of it was sent."""
 
 
 class Gone(ConnectionError):
@@ -109,7 +102,7 @@ class Wire:
         silent, but slow), for ever if None.
         """
         self.limit = limit
-        self.header_limit = MAX_HEADER
+        self.header_limit = MOST_HEADER
         """The most bytes of a header, sent or received; set it once both ends know each other."""
         self.sent = 0
         self.received = 0
@@ -125,8 +118,7 @@ class Wire:
         self._short = self._start[PREFIX.size :]
         self._long = _NOTHING  # for headers that do not fit there
         self._buffer = _NOTHING  # for payloads without a target
-        if sock.family != getattr(socket, "AF_UNIX", None):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        send_at_once(sock)
         self.timeout = timeout
 
     @property
@@ -157,12 +149,12 @@ class Wire:
         self._encode(message, head, PREFIX.size)
         length = len(head) - PREFIX.size
         if length > self.header_limit:
-            raise ProtocolError(
-                f"{type(message).__name__} has {length} bytes; a header has at most "
-                f"{self.header_limit}"
+            raise TooLongError(
+                f"a {type(message).__name__.lower()} of {length:,} bytes; the other end takes "
+                f"{self.header_limit:,} at most"
             )
         head += _ZEROS[len(head) :]
-        parts: list[Buffer] = [head]
+        parts = [memoryview(head)]
         size = total = 0
         for buffer in payload:
             view = memoryview(buffer)  # type: ignore[arg-type]
@@ -226,8 +218,7 @@ class Wire:
 
     def close(self) -> None:
         """End the connection; a thread that waits on it gets `Gone`. May be called again."""
-        with contextlib.suppress(OSError):  # the other end may have been faster
-            self._sock.shutdown(socket.SHUT_RDWR)
+        hang_up(self._sock)
         self._sock.close()
 
     def _receive_header(self, length: int, end: float) -> memoryview:
@@ -274,12 +265,12 @@ class Wire:
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
             raise ProtocolError(f"a message that is not known here came: {error}") from error
 
-    def _send_all(self, parts: list[Buffer], size: int) -> None:
+    def _send_all(self, parts: list[memoryview], size: int) -> None:
         end = _end(self._send_timeout)
         left = size
         while True:
             try:
-                count = self._sock.sendmsg(parts[:_MAX_BUFFERS])
+                count = self._sock.sendmsg(parts[:MOST_BUFFERS])
             except BlockingIOError as error:
                 raise TimeoutError(f"nothing was taken within {self._send_timeout:g} s") from error
             except OSError as error:
@@ -289,7 +280,7 @@ class Wire:
                 break
             if time.monotonic() > end:
                 raise TimeoutError(f"{left} of {size} bytes were not taken in time")
-            parts = _rest(parts, count)
+            parts = rest(parts, count)
         self.sent += size
 
     def _fill(self, view: memoryview, got: int, end: float) -> None:
@@ -321,7 +312,7 @@ def _end_of(error: OSError) -> OSError:
 
 def _is_local(sock: Connection) -> bool:
     """Whether both ends are on one machine: they have the same address there, or none at all."""
-    if sock.family == getattr(socket, "AF_UNIX", None):
+    if is_unix(sock):
         return True
     try:
         return bool(sock.getsockname()[0] == sock.getpeername()[0])
@@ -351,13 +342,3 @@ def _check_start(start: Buffer) -> None:
             f"version {VERSION} was expected, {begin[len(MAGIC)]} came: "
             "all tasks must run the same Spartito"
         )
-
-
-def _rest(parts: list[Buffer], count: int) -> list[Buffer]:
-    """What is left of ``parts`` when ``count`` bytes of them are sent."""
-    for index, part in enumerate(parts):
-        view = memoryview(part)
-        if count < view.nbytes:
-            return [view[count:], *parts[index + 1 :]]
-        count -= view.nbytes
-    return []

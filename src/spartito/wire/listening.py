@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from spartito.errors import UserError
 from spartito.log import note, warn
 from spartito.wire.addresses import DRAWN, Endpoint, is_loopback
+from spartito.wire.limits import BACKLOG, RESOLVE_SECONDS
 from spartito.wire.ports import is_own
+from spartito.wire.streams import Socket
 
-BACKLOG = 1024
-
-RESOLVE_SECONDS = 0.25  # between two questions to a name service that does not know a name yet
+EVERYWHERE = "0.0.0.0"
+"""All interfaces."""
 
 
 class UnresolvedError(UserError):
@@ -35,7 +36,7 @@ class Opened:
     declared is taken, and the system drew another.
     """
 
-    listener: socket.socket
+    listener: Socket
     remarks: tuple[str, ...] = ()
     foreign: bool = False
     drawn: bool = False
@@ -46,7 +47,7 @@ class Opened:
         return int(self.listener.getsockname()[1])
 
 
-def listen(endpoint: Endpoint, limit: float) -> socket.socket:
+def listen(endpoint: Endpoint, limit: float) -> Socket:
     """A socket that listens at ``endpoint``, by `open_listener`, whose remarks become warnings."""
     opened = open_listener(endpoint, limit)
     for remark in opened.remarks:
@@ -65,7 +66,7 @@ def open_listener(endpoint: Endpoint, limit: float) -> Opened:
     Raises `UnresolvedError`, and `TakenError` where no port of the endpoint is free.
     """
     family, means = _resolved(endpoint, limit)
-    everywhere = endpoint.interface or ("::" if family == socket.AF_INET6 else "0.0.0.0")
+    everywhere = endpoint.interface or ("::" if family == socket.AF_INET6 else EVERYWHERE)
     where = "on all interfaces" if not endpoint.interface else f"at {endpoint.interface}"
     remarks: list[str] = []
     foreign = not is_own(means)
@@ -124,18 +125,19 @@ def _taken(endpoint: Endpoint, error: OSError) -> TakenError:
     )
 
 
-def _bound_at_one(host: str, ports: Sequence[int]) -> socket.socket:
+def _bound_at_one(host: str, ports: Sequence[int]) -> Socket:
     """A socket that listens at ``host`` on the first of ``ports`` that is free."""
     for number, port in enumerate(ports):
         try:
-            return _bound(host, port)
+            return bound(host, port)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES) or number == len(ports) - 1:
                 raise
     raise ValueError("an endpoint without ports")
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def bound(host: str, port: int) -> Socket:
+    """A socket that listens at an address of this machine, "" for all of IPv4."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         if os.name == "posix":  # elsewhere it would let two programs have one port

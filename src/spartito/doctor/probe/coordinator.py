@@ -199,7 +199,7 @@ class Coordinator:
         host, port = split_address(address) if address else ("", 0)
         member = self.members.get(task)
         if member is not None:
-            seen = str(member.connection.socket.getpeername()[0])
+            seen = member.connection.host
             return Target(task, member.host or host or seen, member.port)
         return Target(task, host, port) if address else None
 

@@ -112,7 +112,7 @@ def _bandwidth(connection: Connection, latency: float, end: float) -> tuple[floa
             break
         began = time.perf_counter()
         try:
-            connection.send(Data(size), end, ZEROS[:size])
+            connection.send(Data(), end, ZEROS[:size])
             connection.receive(Pong, end)
         except PeerError:
             return speed or guess, size

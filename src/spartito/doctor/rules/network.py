@@ -277,7 +277,8 @@ def _lines(probes: Iterable[Probe]) -> list[str]:
     """``worker 0 finds at b:29501: refused: nobody listens there``, equal ones once."""
     alike: dict[tuple[str, str], list[str]] = {}
     for probe in probes:
-        means = MEANS.get(probe.outcome, f"{probe.detail} is there")
+        other = probe.outcome is Outcome.OTHER_RELEASE
+        means = MEANS.get(probe.outcome, probe.detail if other else f"{probe.detail} is there")
         alike.setdefault((probe.address, means), []).append(probe.source)
     return [
         f"{joined(tasks)} {'finds' if len(tasks) == 1 else 'find'} at {address}: {means}"

@@ -45,11 +45,12 @@ from spartito.ps.protocol.runtime import SYSTEM, Channel, Runtime
 from spartito.ps.protocol.slots import State as OptimizerState
 from spartito.ps.protocol.transfer import MOST_KEYS, state_limit, state_message
 from spartito.wire.addresses import split_address
-from spartito.wire.dialing import RETRY_SECONDS, dial
-from spartito.wire.frames import LONG_HEADER, SILENCE, Gone, ProtocolError, Wire
+from spartito.wire.dialing import dial
+from spartito.wire.frames import Gone, ProtocolError, Wire
 from spartito.wire.handshake import prove
-from spartito.wire.keepalive import look_after
+from spartito.wire.limits import LONG_HEADER, LONG_SILENCE, RETRY_SECONDS
 from spartito.wire.secret import NO_SECRET, Key
+from spartito.wire.streams import keep_alive
 
 BREAKS = 5
 """How often in a row a server may break the connection without a reply."""
@@ -379,7 +380,7 @@ class Link:
         sock = dial(where.host, where.port, where.name, self._timeout, min(end, now + most))
         try:
             known = prove(sock, where.name, self._key, PURPOSE, self._runtime.now() + left)
-            look_after(known, SILENCE)
+            keep_alive(known, LONG_SILENCE)
             return Wire(known, Reply, timeout=left)
         except BaseException:
             sock.close()

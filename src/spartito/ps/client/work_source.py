@@ -44,7 +44,8 @@ from spartito.ps.protocol.work import (
     WorkSource,
 )
 from spartito.wire.dialing import reach
-from spartito.wire.frames import LONG_HEADER, Gone, ProtocolError, Wire
+from spartito.wire.frames import Gone, ProtocolError, Wire
+from spartito.wire.limits import LONG_HEADER
 from spartito.wire.secret import NO_SECRET, Key
 
 Reply = TypeVar("Reply")

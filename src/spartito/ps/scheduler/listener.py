@@ -35,7 +35,8 @@ from spartito.ps.protocol.work import (
 )
 from spartito.ps.scheduler.coordinator import REPLY_SECONDS, Coordinator
 from spartito.wire.acceptor import Acceptor
-from spartito.wire.frames import LONG_HEADER, Gone, ProtocolError, Wire
+from spartito.wire.frames import Gone, ProtocolError, Wire
+from spartito.wire.limits import LONG_HEADER
 from spartito.wire.secret import NO_SECRET, Key
 from spartito.wire.streams import Connection
 

@@ -51,8 +51,8 @@ from spartito.ps.protocol.transfer import state_limit, state_messages
 from spartito.ps.server.host import Host
 from spartito.ps.server.loading import Loading, read_timetable
 from spartito.ps.server.sharing import share
-from spartito.wire.frames import LONG_HEADER, Gone, ProtocolError, need
-from spartito.wire.handshake import GREETING_SECONDS
+from spartito.wire.frames import Gone, ProtocolError, need
+from spartito.wire.limits import GREETING_SECONDS, LONG_HEADER
 
 
 class Connection:

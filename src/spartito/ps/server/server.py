@@ -22,11 +22,11 @@ from spartito.ps.server.store import Store
 from spartito.wire.acceptor import Acceptor
 from spartito.wire.addresses import split_address
 from spartito.wire.dialing import reach
-from spartito.wire.frames import SILENCE, Wire
-from spartito.wire.handshake import GREETING_SECONDS
-from spartito.wire.keepalive import look_after
+from spartito.wire.frames import Wire
+from spartito.wire.limits import GREETING_SECONDS, LONG_SILENCE
 from spartito.wire.secret import NO_SECRET, Key
 from spartito.wire.streams import Connection as Secured
+from spartito.wire.streams import keep_alive
 
 EARLY = 0.1
 """Of the time between two snapshots: after this the first one is written."""
@@ -304,7 +304,7 @@ class Server:
         return Acceptor(self._listener, self._enter, key=self.key, purpose=PURPOSE, name=self.name)
 
     def _enter(self, sock: Secured) -> None:
-        look_after(sock, SILENCE)
+        keep_alive(sock, LONG_SILENCE)
         try:
             wire: list[Channel] = [Wire(sock, Request, timeout=GREETING_SECONDS)]
         except OSError:

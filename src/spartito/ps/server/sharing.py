@@ -18,7 +18,8 @@ from spartito.ps.protocol.memory import LOCAL, areas
 from spartito.ps.protocol.messages import Request, Welcome
 from spartito.ps.protocol.runtime import Channel
 from spartito.wire.frames import Gone, ProtocolError, Wire
-from spartito.wire.handshake import GREETING_SECONDS, UnknownPeerError, challenge
+from spartito.wire.handshake import UnknownPeerError, challenge
+from spartito.wire.limits import GREETING_SECONDS
 from spartito.wire.secret import Key
 
 SHARED = (Path("/dev/shm"), Path(tempfile.gettempdir()))
