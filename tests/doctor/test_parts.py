@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from spartito.doctor.facts.machine import gpu_names, memory
-from spartito.doctor.facts.network import holder_of, resolve_names, routes, source_address
+from spartito.doctor.facts.network import holder_of, resolve_names, routes
 from spartito.doctor.findings import Memory, Outcome, Target
 from spartito.doctor.parallel import at_once
 from spartito.doctor.probe.probes import measure, probe
@@ -21,7 +21,7 @@ from spartito.doctor.transport.connection import Connection, PeerError, connect
 from spartito.doctor.transport.messages import MOST_BYTES, Data, Measured, Ping, Pong, Request
 from spartito.doctor.transport.server import DoctorServer, open_server
 from spartito.wire.addresses import DRAWN, Endpoint
-from spartito.wire.interfaces import interface_of
+from spartito.wire.interfaces import interface_of, source_address
 from spartito.wire.secret import NO_SECRET, Key
 from tests.callers import read_to_end
 from tests.launch.supervised import wait_until

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
@@ -14,7 +13,7 @@ from spartito.errors import UserError
 from spartito.log import warn
 from spartito.names import ENV_INTERFACE, ENV_PORTS
 from spartito.wire.addresses import DRAWN, Endpoint, is_loopback, split_address
-from spartito.wire.interfaces import address_of, own_address
+from spartito.wire.interfaces import address_of, own_address, own_addresses
 from spartito.wire.ports import is_own
 from spartito.wire.secret import Key, insecurity, key_among
 
@@ -50,8 +49,7 @@ def chosen_interface(env: Mapping[str, str] = os.environ) -> str:
         return given
     if found := address_of(given):
         return found
-    known = {name: address_of(name) for _, name in socket.if_nameindex()}
-    listed = ", ".join(f"{name} ({address})" for name, address in known.items() if address)
+    listed = ", ".join(f"{name} ({address})" for name, address in own_addresses().items())
     raise UserError(
         f"{ENV_INTERFACE}={given!r} is no interface of this machine and no address of one",
         f"Known: {listed}.",

@@ -8,12 +8,9 @@ directions at once.
 
 from __future__ import annotations
 
-import errno
 import select
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -28,9 +25,9 @@ from spartito.errors import SpartitoError, UserError
 from spartito.heartbeat import resume, waits
 from spartito.waiting import Waiting
 from spartito.wire.addresses import Endpoint
-from spartito.wire.limits import MOST_BUFFERS
+from spartito.wire.flow import Flow, Views
 from spartito.wire.secret import NO_SECRET, Key
-from spartito.wire.streams import Connection, rest
+from spartito.wire.streams import Connection, hang_up
 
 SMALL = 64 << 10  # bytes that a rank may send to have a tensor added up as a whole by all
 MAX_WAIT = 1e6  # seconds of one poll
@@ -38,8 +35,6 @@ HEAD = 8  # bytes in front of each message: the number of the call that it is pa
 HALF = (torch.bfloat16, torch.float16)
 FIRST_LOOK, LOOK = 0.5, 0.25  # seconds of a wait until one looks who lives, and until the next
 ALIGNED = 64  # bytes: where a part of the scratch memory may begin
-
-Views = list[memoryview]
 
 
 def slices(numel: int, world_size: int) -> list[slice]:
@@ -57,45 +52,35 @@ class Swap:
     into: Views
 
 
-class Flow:
-    """What is left of a swap, on its way, behind the number of the call that it is part of."""
+class Swapped:
+    """A swap on its way, behind the number of the call that it is part of."""
 
-    __slots__ = ("_connection", "_head", "_into", "_left", "_out", "peer")
+    __slots__ = ("_flow", "_head", "peer")
 
     def __init__(self, swap: Swap, connection: Connection, head: bytes) -> None:
         self.peer = swap.peer
-        self._connection = connection
         self._head = bytearray(HEAD)
-        self._left = HEAD
-        self._out = [memoryview(head), *swap.out]
-        self._into = [memoryview(self._head), *swap.into]
+        self._flow = Flow(
+            connection, [memoryview(head), *swap.out], [memoryview(self._head), *swap.into]
+        )
 
     @property
     def head(self) -> bytearray | None:
         """The number that the peer sent, None before it is here."""
-        return None if self._left else self._head
+        return self._head if self._flow.received >= HEAD else None
 
     def move(self) -> int:
         """Move what goes without waiting, and return the events to wait for: 0 when all is done.
 
         Raises `OSError` if the peer closed the connection.
         """
+        flow = self._flow
         try:
-            with suppress(BlockingIOError):
-                while self._out:
-                    self._out = rest(self._out, self._connection.sendmsg(self._out[:MOST_BUFFERS]))
+            flow.send()
         finally:  # of a peer that has left too: what it sent before says why
-            self._receive()
-        return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._into else 0)
-
-    def _receive(self) -> None:
-        with suppress(BlockingIOError):
-            while self._into:
-                count = self._connection.recv_into(self._into[0])
-                if not count:
-                    raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
-                self._into = rest(self._into, count)
-                self._left = max(0, self._left - count)
+            while flow.into and flow.receive():
+                pass
+        return (select.POLLOUT if flow.out else 0) | (select.POLLIN if flow.into else 0)
 
 
 class SocketCollective(Collective):
@@ -171,8 +156,7 @@ class SocketCollective(Collective):
     def interrupt(self) -> None:
         self._liveness.close()
         for connection in self._connections.values():
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            hang_up(connection)
 
     def abort(self, error: SpartitoError) -> None:
         self._liveness.leave(error, self.close)
@@ -197,7 +181,7 @@ class SocketCollective(Collective):
         began, before = time.perf_counter(), waits()
         head = self.current_call.tag.to_bytes(HEAD, "little")
         flows = {
-            self._connections[swap.peer].fileno(): Flow(swap, self._connections[swap.peer], head)
+            self._connections[swap.peer].fileno(): Swapped(swap, self._connections[swap.peer], head)
             for swap in swaps
         }
         waiter = select.poll()
@@ -246,7 +230,7 @@ class SocketCollective(Collective):
             self._scratch = torch.empty(starts[-1], dtype=torch.uint8)
         return [self._scratch[start:][:size] for start, size in zip(starts, sizes, strict=False)]
 
-    def _wait(self, waiter: select.poll, flows: Mapping[int, Flow]) -> list[int]:
+    def _wait(self, waiter: select.poll, flows: Mapping[int, Swapped]) -> list[int]:
         """The flows that can move; none after the time limit."""
         limit = min(self.timeout, MAX_WAIT)
         waited = 0.0

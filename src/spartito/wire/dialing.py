@@ -14,6 +14,9 @@ from spartito.wire.limits import ATTEMPT_SECONDS, RETRY_SECONDS
 from spartito.wire.secret import Key
 from spartito.wire.streams import Connection, Socket, send_at_once
 
+UnknownNameError = socket.gaierror
+"""What a call raises to a name that nobody knows."""
+
 
 def dial(host: str, port: int, name: str, limit: float, end: float | None = None) -> Socket:
     """A blocking connection to task ``name``, once it listens at ``host:port``; no Nagle delay.

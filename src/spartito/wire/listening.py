@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from spartito.errors import UserError
 from spartito.log import note, warn
@@ -144,6 +145,19 @@ def bound(host: str, port: int) -> Socket:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def listen_here(path: Path, backlog: int = 1) -> Socket:
+    """A socket at ``path``, a new file, for processes of this machine and user alone."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        os.fchmod(listener.fileno(), 0o600)  # which what bind makes has too, under any umask
+        listener.bind(str(path))
+        listener.listen(backlog)
     except OSError:
         listener.close()
         raise

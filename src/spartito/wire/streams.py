@@ -284,6 +284,11 @@ def hang_up(connection: Connection) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
+def send_no_more(connection: Connection) -> None:
+    """Say that nothing more comes; what the other end still says can be received."""
+    connection.shutdown(socket.SHUT_WR)
+
+
 def send_at_once(connection: Connection) -> None:
     """Let what is sent leave without waiting for more."""
     if not is_unix(connection):

@@ -7,7 +7,6 @@ import math
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -32,6 +31,7 @@ from spartito.doctor.findings import Facts, Memory, Space
 from spartito.errors import UserError
 from spartito.registry import default_name
 from spartito.wire.addresses import split_address
+from spartito.wire.interfaces import own_name
 
 PACKAGES = ("spartito", "torch")
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -55,7 +55,7 @@ def collect(spec: ClusterSpec, env: Mapping[str, str], seconds: float) -> Facts:
     process_group = bool(gpus) or communication in PROCESS_GROUP
     return Facts(
         task=str(spec.task),
-        host=socket.gethostname(),
+        host=own_name(),
         machine=machine,
         network=f"{machine}/{_link(NETWORK)}",
         cpus=_cpus(machine, quota),

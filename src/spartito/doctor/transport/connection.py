@@ -6,13 +6,13 @@ import errno
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from socket import gaierror
 from typing import Any
 
 import msgspec
 
 from spartito.doctor.findings import Outcome, Target
 from spartito.doctor.transport.messages import MOST_BYTES, PURPOSE, FromAny
+from spartito.wire.dialing import UnknownNameError
 from spartito.wire.dialing import connect as call
 from spartito.wire.frames import ProtocolError, Wire
 from spartito.wire.handshake import OtherProgramError, OtherReleaseError, SecretError, prove
@@ -126,7 +126,7 @@ def _left(end: float) -> float:
 
 
 def _why_not_connected(error: OSError) -> Outcome:
-    if isinstance(error, gaierror):
+    if isinstance(error, UnknownNameError):
         return Outcome.UNRESOLVED
     if isinstance(error, TimeoutError):
         return Outcome.DROPPED

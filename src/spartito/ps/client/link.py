@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
@@ -45,7 +44,7 @@ from spartito.ps.protocol.runtime import SYSTEM, Channel, Runtime
 from spartito.ps.protocol.slots import State as OptimizerState
 from spartito.ps.protocol.transfer import MOST_KEYS, state_limit, state_message
 from spartito.wire.addresses import split_address
-from spartito.wire.dialing import dial
+from spartito.wire.dialing import connect_here, dial
 from spartito.wire.frames import Gone, ProtocolError, Wire
 from spartito.wire.handshake import prove
 from spartito.wire.limits import LONG_HEADER, LONG_SILENCE, RETRY_SECONDS
@@ -335,9 +334,8 @@ class Link:
             if self._shared:
                 push_at, pull_at, size = areas(self.span)
                 memory = _map(Path(welcome.segment), size)
-                local = socket.socket(socket.AF_UNIX)
+                local = connect_here(welcome.socket)
                 remote, wire = wire, Wire(local, Reply)
-                local.connect(welcome.socket)
                 prove(local, where.name, self._key, LOCAL, end)
                 remote.close()
                 push = torch.frombuffer(memory, dtype=torch.uint8)[push_at:][: self.span.size]

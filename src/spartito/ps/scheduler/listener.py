@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 
 import msgspec
 
@@ -38,7 +37,7 @@ from spartito.wire.acceptor import Acceptor
 from spartito.wire.frames import Gone, ProtocolError, Wire
 from spartito.wire.limits import LONG_HEADER
 from spartito.wire.secret import NO_SECRET, Key
-from spartito.wire.streams import Connection
+from spartito.wire.streams import Connection, Socket
 
 HEARTBEAT_SECONDS = 1.0
 HELLO_SECONDS = 10.0
@@ -60,7 +59,7 @@ class WorkerListener:
         self._acceptor: Acceptor | None = None
         coordinator.on_close(self.close)
 
-    def listen(self, listener: socket.socket, key: Key = NO_SECRET) -> None:
+    def listen(self, listener: Socket, key: Key = NO_SECRET) -> None:
         """Let workers in at ``listener`` that know the job's ``key``."""
         self._acceptor = Acceptor(listener, self._begin, key=key, purpose=PURPOSE, name="the chief")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +25,7 @@ from spartito.wire.frames import Wire
 from spartito.wire.limits import GREETING_SECONDS, LONG_SILENCE
 from spartito.wire.secret import NO_SECRET, Key
 from spartito.wire.streams import Connection as Secured
-from spartito.wire.streams import keep_alive
+from spartito.wire.streams import Socket, keep_alive
 
 EARLY = 0.1
 """Of the time between two snapshots: after this the first one is written."""
@@ -55,7 +54,7 @@ class Server:
     def __init__(
         self,
         store: Store,
-        listener: socket.socket | None,
+        listener: Socket | None,
         *,
         name: str,
         chief: str,
