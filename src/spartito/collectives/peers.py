@@ -51,7 +51,7 @@ def connect_all(
             where, card = address(endpoint.host, port), f"{endpoint.host} {port} {token}"
             acceptor = Acceptor(
                 listener,
-                partial(_read_rank, came=came),
+                partial(_read_rank, came=came, before=group.rank),
                 key=key,
                 purpose=_purpose(group, token),
                 name=group.names[group.rank],
@@ -114,14 +114,16 @@ def _call(card: str, group: Membership, other: int, key: Key) -> Connection:
     return connection
 
 
-def _read_rank(caller: Connection, came: queue.Queue[tuple[int, Connection]]) -> None:
-    """Read which rank a caller has that knows the job's key."""
+def _read_rank(caller: Connection, came: queue.Queue[tuple[int, Connection]], before: int) -> None:
+    """Read which rank ``before`` ours a caller has that knows the job's key."""
     try:
-        data = read(caller, RANK.size, time.monotonic() + GREETING_SECONDS)
+        (rank,) = RANK.unpack(read(caller, RANK.size, time.monotonic() + GREETING_SECONDS))
     except OSError:
-        caller.close()
+        rank = before
+    if rank < before:
+        came.put((rank, caller))
     else:
-        came.put((RANK.unpack(data)[0], caller))
+        caller.close()
 
 
 def _accept_earlier(

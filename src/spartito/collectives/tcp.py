@@ -52,35 +52,33 @@ class Swap:
     into: Views
 
 
-class Swapped:
+class Swapped(Flow):
     """A swap on its way, behind the number of the call that it is part of."""
 
-    __slots__ = ("_flow", "_head", "peer")
+    __slots__ = ("_head", "peer")
 
     def __init__(self, swap: Swap, connection: Connection, head: bytes) -> None:
         self.peer = swap.peer
         self._head = bytearray(HEAD)
-        self._flow = Flow(
-            connection, [memoryview(head), *swap.out], [memoryview(self._head), *swap.into]
-        )
+        out, into = [memoryview(head), *swap.out], [memoryview(self._head), *swap.into]
+        super().__init__(connection, out, into)
 
     @property
     def head(self) -> bytearray | None:
         """The number that the peer sent, None before it is here."""
-        return self._head if self._flow.received >= HEAD else None
+        return self._head if self.received >= HEAD else None
 
     def move(self) -> int:
         """Move what goes without waiting, and return the events to wait for: 0 when all is done.
 
         Raises `OSError` if the peer closed the connection.
         """
-        flow = self._flow
         try:
-            flow.send()
+            self.send()
         finally:  # of a peer that has left too: what it sent before says why
-            while flow.into and flow.receive():
+            while self.into and self.receive():
                 pass
-        return (select.POLLOUT if flow.out else 0) | (select.POLLIN if flow.into else 0)
+        return (select.POLLOUT if self.out else 0) | (select.POLLIN if self.into else 0)
 
 
 class SocketCollective(Collective):

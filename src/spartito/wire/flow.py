@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
-from contextlib import suppress
 
 from spartito.wire.limits import MOST_BUFFERS
 from spartito.wire.streams import Connection, rest
@@ -27,32 +25,35 @@ class Flow:
     def __init__(
         self,
         connection: Connection,
-        out: Iterable[memoryview] = (),
-        into: Iterable[memoryview] = (),
+        out: Views | None = None,
+        into: Views | None = None,
     ) -> None:
         self._connection = connection
-        self.out, self.into = list(out), list(into)
+        self.out, self.into = out or [], into or []
         self.sent = self.received = 0
 
     def send(self) -> None:
         """Send what goes now."""
-        with suppress(BlockingIOError):
+        try:
             while self.out:
                 count = self._connection.sendmsg(self.out[:MOST_BUFFERS])
                 self.out = rest(self.out, count)
                 self.sent += count
+        except BlockingIOError:
+            pass
 
     def receive(self) -> bool:
         """Receive once what is here; whether there was anything.
 
         Raises `OSError` if the other end closed the connection.
         """
+        target = self.into[0]
         try:
-            count = self._connection.recv_into(self.into[0])
+            count = self._connection.recv_into(target)
         except BlockingIOError:
             return False
         if not count:
             raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
-        self.into = rest(self.into, count)
+        self.into[:1] = [target[count:]] if count < len(target) else []
         self.received += count
         return True

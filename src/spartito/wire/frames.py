@@ -119,6 +119,7 @@ class Wire:
         self._long = _NOTHING  # for headers that do not fit there
         self._buffer = _NOTHING  # for payloads without a target
         send_at_once(sock)
+        sock.settimeout(None)
         self.timeout = timeout
 
     @property
@@ -133,7 +134,6 @@ class Wire:
     def set_timeouts(self, *, send: float | None, receive: float | None) -> None:
         """As `timeout`, but another limit for each direction: who serves waits for questions."""
         self._timeout, self._send_timeout = receive, send
-        self._sock.settimeout(None)
         # The kernel's own time limits save the poll that Python's would cost at each call.
         for option, seconds in ((socket.SO_RCVTIMEO, receive), (socket.SO_SNDTIMEO, send)):
             micro = 0 if seconds is None else max(1, round(seconds * 1e6))

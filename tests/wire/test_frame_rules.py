@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from spartito.wire.frames import Gone, ProtocolError, checksum
 from spartito.wire.handshake import MAGIC, VERSION
 from spartito.wire.limits import MOST_HEADER
-from tests.ps.test_wire import (
+from tests.wire.test_frames import (
     LIMIT,
     NOTE,
     Anything,
