@@ -20,7 +20,8 @@ SERVER = """
 import socket
 from spartito.wire.streams import keep_alive
 from spartito.ps.protocol.messages import Request
-from spartito.wire.frames import LONG_SILENCE, Wire
+from spartito.wire.frames import Wire
+from spartito.wire.limits import LONG_SILENCE
 
 listener = socket.create_server(("0.0.0.0", 29531))
 print("listens", flush=True)
@@ -41,7 +42,8 @@ import socket
 import sys
 from spartito.wire.streams import keep_alive
 from spartito.ps.protocol.messages import GetState, Reply
-from spartito.wire.frames import LONG_SILENCE, Wire
+from spartito.wire.frames import Wire
+from spartito.wire.limits import LONG_SILENCE
 
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 servers = [socket.create_connection(("alpha", 29531)) for _ in range(2)]
