@@ -151,7 +151,7 @@ def frame(header: bytes = b"", **facts: int) -> bytes:
     return PREFIX.pack(*fields, crc, 0) + body
 
 
-def strangers_words(draw: random.Random) -> list[bytes]:
+def unknown_words(draw: random.Random) -> list[bytes]:
     """What somebody says who does not know the secret, in place of the handshake."""
     hello = [GREETING[:cut] for cut in (1, 4, 5, HELLO.size, len(GREETING) - 1)]
     noise = [draw.randbytes(size) for size in (1, 31, 96, 5000, 1 << 20)]
@@ -214,7 +214,7 @@ def test_whatever_comes_harms_nobody(
     with port_of(key, tmp_path) as port:
         port.serves()
         there = threading.active_count(), descriptors()
-        for words in strangers_words(draw):
+        for words in unknown_words(draw):
             with socket.create_connection((HOST, port.number), LIMIT) as caller:
                 say(caller, words)
         for other, purpose in ((replace(key, secret=b"of another job"), port.purpose), (key, "x")):

@@ -27,7 +27,7 @@ from spartito.waiting import Waiting
 from spartito.wire.addresses import Endpoint
 from spartito.wire.flow import Flow, Views
 from spartito.wire.secret import NO_SECRET, Key
-from spartito.wire.streams import Connection, hang_up
+from spartito.wire.streams import Connection, disconnect
 
 SMALL = 64 << 10  # bytes that a rank may send to have a tensor added up as a whole by all
 MAX_WAIT = 1e6  # seconds of one poll
@@ -154,7 +154,7 @@ class SocketCollective(Collective):
     def interrupt(self) -> None:
         self._liveness.close()
         for connection in self._connections.values():
-            hang_up(connection)
+            disconnect(connection)
 
     def abort(self, error: SpartitoError) -> None:
         self._liveness.leave(error, self.close)

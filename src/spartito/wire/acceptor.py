@@ -13,7 +13,7 @@ from spartito.log import RareWarnings, shown
 from spartito.wire.handshake import UnknownPeerError, challenge
 from spartito.wire.limits import GREETING_SECONDS, MOST_UNKNOWN
 from spartito.wire.secret import Key
-from spartito.wire.streams import Connection, Socket, hang_up, send_at_once
+from spartito.wire.streams import Connection, Socket, disconnect, send_at_once
 
 LOOK_SECONDS = 1.0
 """Seconds between two looks whether it is closed, where closing wakes nobody."""
@@ -65,7 +65,7 @@ class Acceptor:
     def close(self) -> None:
         """Listen no more, and disconnect those who are not known. May be called again."""
         self._closed.set()
-        hang_up(self._listener)  # wakes the thread
+        disconnect(self._listener)  # wakes the thread
         self._listener.close()
         while self._evict():
             pass
@@ -137,5 +137,5 @@ class Acceptor:
                 return False
             caller = next(iter(self._unknown))
             del self._unknown[caller]
-        hang_up(caller)  # its thread closes it
+        disconnect(caller)  # its thread closes it
         return True

@@ -27,7 +27,7 @@ from spartito.errors import SpartitoError
 from spartito.forks import keep_from_forks
 from spartito.wire.handshake import MAGIC, VERSION
 from spartito.wire.limits import MOST_BUFFERS, MOST_HEADER
-from spartito.wire.streams import Connection, hang_up, is_unix, rest, send_at_once
+from spartito.wire.streams import Connection, disconnect, is_unix, rest, send_at_once
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -218,7 +218,7 @@ class Wire:
 
     def close(self) -> None:
         """End the connection; a thread that waits on it gets `Gone`. May be called again."""
-        hang_up(self._sock)
+        disconnect(self._sock)
         self._sock.close()
 
     def _receive_header(self, length: int, end: float) -> memoryview:

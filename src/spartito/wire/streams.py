@@ -269,7 +269,7 @@ def rest(views: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 def is_unix(connection: Connection) -> bool:
-    """Whether it leads to a process of this machine by a file: nobody can come between."""
+    """Whether it is a file of this machine, so that nobody can come between its ends."""
     return bool(connection.family == getattr(socket, "AF_UNIX", None))
 
 
@@ -278,7 +278,7 @@ def peer_host(connection: Connection) -> str:
     return "" if is_unix(connection) else str(connection.getpeername()[0])
 
 
-def hang_up(connection: Connection) -> None:
+def disconnect(connection: Connection) -> None:
     """End it in both directions; a thread that waits for it wakes up. May be called again."""
     with suppress(OSError):  # the other end may have been faster
         connection.shutdown(socket.SHUT_RDWR)
@@ -319,6 +319,6 @@ def keep_alive(connection: Connection, silence: int = SILENCE) -> None:
 
 
 def blank(size: int) -> memoryview:
-    """Memory that takes no room before it is written to: most connections say little."""
+    """Memory that the system gives where it is written to: most connections say little."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return memoryview(mmap.mmap(-1, size, flags=flags))

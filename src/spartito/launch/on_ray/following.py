@@ -16,7 +16,7 @@ from spartito.launch.hosts.client import FATAL
 from spartito.launch.on_ray import relay
 from spartito.launch.on_ray.actor import Output
 from spartito.wire.listening import listen_here
-from spartito.wire.streams import Socket, hang_up
+from spartito.wire.streams import Socket, disconnect
 
 
 class Following:
@@ -46,7 +46,7 @@ class Following:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        hang_up(self._listener)  # wakes the thread
+        disconnect(self._listener)  # wakes the thread
         self._listener.close()
         self._folder.cleanup()
 
