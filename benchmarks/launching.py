@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from spartito.cluster.ports import free_port
 from spartito.launch.local import MALLOC, Position, environments, role_environments
 from spartito.launch.roles import Roles
 from spartito.names import (
@@ -24,6 +23,7 @@ from spartito.names import (
     ENV_STRATEGY,
     ENV_STRATEGY_OPTIONS,
 )
+from spartito.wire.ports import free_port
 
 ROOT = Path(__file__).parents[1]
 NOT_OURS = (

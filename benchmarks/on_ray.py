@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.busy import Busy
 from benchmarks.common import Figure, Windows, announce, conclude, parser, progress
 from benchmarks.launching import end_by_exception, run_quietly
-from spartito.cluster.ports import free_port
+from spartito.wire.ports import free_port
 
 WORKERS, STEPS, WINDOWS = 2, 2000, 4
 JOBS = Path(__file__).parent / "jobs"

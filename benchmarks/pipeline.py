@@ -11,7 +11,7 @@ import statistics
 
 from benchmarks.common import Figure, announce, conclude, parser, progress
 from benchmarks.launching import run_job
-from spartito.cluster.ports import free_port
+from spartito.wire.ports import free_port
 
 STAGES, MICROBATCHES, WINDOWS = 2, 8, 4
 

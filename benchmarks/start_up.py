@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.common import Figure, Windows, announce, conclude, parser, progress
 from benchmarks.launching import ROOT
-from spartito.cluster.ports import free_port
+from spartito.wire.ports import free_port
 
 WORKERS = 2
 TARGET = 1.3

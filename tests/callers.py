@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 import time
 
-from spartito.cluster.connection import Connection
-from spartito.cluster.handshake import challenge, prove
-from spartito.cluster.secret import NO_SECRET, Key
+from spartito.wire.handshake import challenge, prove
+from spartito.wire.secret import NO_SECRET, Key
+from spartito.wire.streams import Connection
 
 LIMIT = 30.0
 

@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO
 
-from spartito.cluster import ports
+from spartito.wire import ports
 from tests import stacks
 
 LIMIT = 240.0

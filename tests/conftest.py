@@ -17,7 +17,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from spartito.cluster import ports  # noqa: E402
+from spartito.wire import ports  # noqa: E402
 from tests import commands, skips, stacks  # noqa: E402
 from tests.replicas import Replicas  # noqa: E402
 

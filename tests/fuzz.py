@@ -31,17 +31,17 @@ import torch
 
 from spartito.checkpoint import manager, parts
 from spartito.checkpoint.manager import read_checkpoint, write_checkpoint
-from spartito.cluster import connection
-from spartito.cluster.connection import HEAD, ForgedError, Sealed
 from spartito.cluster.store import protocol
-from spartito.doctor.transport import connection as lines
-from spartito.doctor.transport.messages import FromCoordinator
-from spartito.doctor.transport.messages import Request as Question
+from spartito.doctor.transport.messages import FromAny
 from spartito.errors import SpartitoError
-from spartito.ps.protocol import messages, wire, work
-from spartito.ps.protocol.wire import PREFIX, START, Gone, Wire
+from spartito.ps.protocol import messages, work
 from spartito.storage import atomic, tensors
 from spartito.storage.atomic import MANIFEST
+from spartito.wire import frames as wire
+from spartito.wire import streams as connection
+from spartito.wire.frames import PREFIX, START, Gone, Wire
+from spartito.wire.handshake import MAGIC, VERSION
+from spartito.wire.streams import HEAD, ForgedError, Sealed
 
 MOST_MEMORY = 256 << 20
 """Bytes by which a million inputs may raise what the process holds at its highest."""
@@ -166,7 +166,7 @@ def _least(info: Any) -> Any:
 
 
 class Frames:
-    """The frames of parameter servers and of the coordinator, both ways."""
+    """The frames of parameter servers, of the coordinator, the store and doctors, both ways."""
 
     modules: tuple[ModuleType, ...] = (wire,)
     errors: tuple[type[BaseException], ...] = (wire.ProtocolError, Gone)
@@ -174,10 +174,13 @@ class Frames:
     def __init__(self) -> None:
         self._kinds: Any = [
             messages.Request, messages.Reply, work.ToCoordinator, work.ToWorker,
+            protocol.Request, FromAny,
         ]  # fmt: skip
         self._seeds = [
             (kind, msgspec.msgpack.encode(one)) for kind in self._kinds for one in examples(kind)
         ]
+        reply = protocol.Reply({"a": b"x"}, "full")
+        self._seeds.append((protocol.Reply, msgspec.msgpack.encode(reply)))
 
     def draw(self, random: random.Random) -> tuple[Any, bytes]:
         kind, header = random.choice(self._seeds)
@@ -188,7 +191,7 @@ class Frames:
         flags = random.choice((0, 0, 1, random.randrange(256)))
         size = len(payload) if random.random() < 0.9 else random.choice(EDGES)
         length = len(header) if random.random() < 0.9 else random.choice(EDGES) % 2**32
-        head = PREFIX.pack(wire.MAGIC, wire.VERSION, flags, 0, length, size, 0, total)
+        head = PREFIX.pack(MAGIC, VERSION, flags, 0, length, size, 0, total)
         head += header
         head += bytes(max(0, START - len(head)))
         crc = struct.pack("<I", zlib.crc32(head))
@@ -229,50 +232,6 @@ class Records:
         return end.recv(400, 256)
 
 
-class Bodies:
-    """What the store and its clients say, behind their MAC."""
-
-    modules: tuple[ModuleType, ...] = (protocol,)
-    errors: tuple[type[BaseException], ...] = (protocol.ProtocolError,)
-
-    def __init__(self) -> None:
-        encode = msgspec.msgpack.encode
-        self._requests = [encode(one) for one in examples(protocol.Request)]
-        self._replies = [encode(protocol.Reply({"a": b"x"})), encode(protocol.Reply({}, "full"))]
-
-    def draw(self, random: random.Random) -> tuple[bool, bytes]:
-        asks = random.random() < 0.7
-        return asks, mutated(random.choice(self._requests if asks else self._replies), random)
-
-    def read(self, data: tuple[bool, bytes]) -> object:
-        asks, body = data
-        protocol.size_of((body + bytes(4))[:4] + bytes(32)) if len(body) % 7 == 0 else None
-        return protocol.request_of(body) if asks else protocol.reply_of(body)
-
-
-class Lines:
-    """What doctors say."""
-
-    modules: tuple[ModuleType, ...] = (lines,)
-    errors: tuple[type[BaseException], ...] = (lines.PeerError,)
-
-    def __init__(self) -> None:
-        self._seeds = [
-            (kind, msgspec.json.encode(one))
-            for kind in (Question, FromCoordinator)
-            for one in examples(kind)
-        ]
-
-    def draw(self, random: random.Random) -> tuple[Any, bytes]:
-        kind, line = random.choice(self._seeds)
-        return kind, mutated(line, random) + random.choice((b"\n", b"\n", b""))
-
-    def read(self, data: tuple[Any, bytes]) -> object:
-        kind, line = data
-        end: Any = FromBytes(line)
-        return lines.Connection(end).receive(kind, 1e12)
-
-
 class Checkpoints:
     """A checkpoint of which one file is changed, with and without the right checksum."""
 
@@ -309,7 +268,7 @@ class Checkpoints:
                 (self._path / name).write_bytes(self._whole[name])
 
 
-TARGETS = ("frames", "records", "store", "doctor", "checkpoint")
+TARGETS = ("frames", "records", "checkpoint")
 
 
 @contextmanager
@@ -317,7 +276,7 @@ def target_of(name: str) -> Iterator[Target]:
     """The target of this name."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as at:
         made: dict[str, Callable[[], Target]] = {
-            "frames": Frames, "records": Records, "store": Bodies, "doctor": Lines,
+            "frames": Frames, "records": Records,
             "checkpoint": lambda: Checkpoints(Path(at)),
         }  # fmt: skip
         yield made[name]()

@@ -22,8 +22,8 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from spartito.cluster.ports import free_ports
 from spartito.log import logger
+from spartito.wire.ports import free_ports
 from tests import stacks
 from tests.processes import context
 

@@ -10,7 +10,7 @@ import os, socket, sys, threading
 import msgspec
 from spartito.collectives.versions import Versions
 from spartito.ps.protocol.messages import Hello, Request
-from spartito.ps.protocol.wire import Wire
+from spartito.wire.frames import Wire
 
 CALLERS = 8
 hello = Hello("worker 0", 0, False, "job", "digest", Versions("1", "2"), "rules", "")

@@ -33,9 +33,7 @@ from benchmarks.jobs.bare_servers import (
     SocketServer,
 )
 from benchmarks.jobs.steps import adam
-from spartito.cluster.endpoints import DRAWN, Endpoint
 from spartito.collectives.shared_memory import host_key
-from spartito.collectives.sockets import listen
 from spartito.collectives.versions import Versions
 from spartito.ps.client.link import Address, Link
 from spartito.ps.client.servers import Servers
@@ -49,6 +47,8 @@ from spartito.ps.server.server import Server
 from spartito.ps.server.shard import Shard
 from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
+from spartito.wire.addresses import DRAWN, Endpoint
+from spartito.wire.listening import listen
 
 TIMEOUT = 120.0
 TENSORS = 8

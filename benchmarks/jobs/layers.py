@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from spartito.cluster.resolver import resolve
-from spartito.cluster.spec import split_address
 from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import connect
+from spartito.wire.addresses import split_address
 
 TIMEOUT = 60.0
 REPEATS = 100

@@ -28,13 +28,13 @@ from spartito.data.batch import Batch
 from spartito.engine import fused
 from spartito.ps.client.link import Link
 from spartito.ps.client.servers import Servers
-from spartito.ps.protocol.wire import Wire
 from spartito.ps.server.connection import Connection
 from spartito.ps.server.store import Store
 from spartito.steps import lease_readers
 from spartito.steps.pusher import Pusher
 from spartito.steps.replica import ReplicaStep
 from spartito.training.loop import TrainingLoop
+from spartito.wire.frames import Wire
 
 WARM = 300
 """Pushes before anything is counted."""

@@ -12,13 +12,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from spartito.cluster.endpoints import DRAWN, Endpoint
 from spartito.collectives.collective import Collective
 from spartito.collectives.shared_memory import Cores, SharedMemoryCollective
 from spartito.collectives.store import Membership
 from spartito.collectives.tcp import SocketCollective
 from spartito.collectives.torch_store import OfTorch
 from spartito.device import cgroup_quota
+from spartito.wire.addresses import DRAWN, Endpoint
 
 TIMEOUT = 60.0
 REPEATS = {64: 500, 1 << 18: 100, 11 << 18: 15}

@@ -19,8 +19,8 @@ import torch
 import spartito as sp
 from benchmarks.common import flush_denormals
 from spartito.cluster.resolver import resolve
-from spartito.cluster.spec import split_address
 from spartito.recipes.gpt import next_character
+from spartito.wire.addresses import split_address
 
 CONTEXT = 32
 WARM = 50

@@ -28,7 +28,7 @@ from benchmarks.common import flush_denormals
 from benchmarks.jobs.bare import stepper as bare_step
 from benchmarks.jobs.plain import Work, in_default_layout, make_work
 from benchmarks.race import OURS
-from spartito.cluster import handshake
+from spartito.wire import handshake
 
 BY_SOCKETS = ("sockets", "bare_sockets")
 

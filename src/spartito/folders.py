@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import shlex
-import socket
 import sys
 import tempfile
 import threading
@@ -32,6 +31,7 @@ from spartito.forks import keep_from_forks
 from spartito.life import Life
 from spartito.log import note, shown
 from spartito.names import ENV_SECRET, ENV_SECRET_FILE, ENV_STORE
+from spartito.wire.interfaces import own_name
 
 LOCK = ".spartito.lock"
 """The file, in the folder that it is about; it goes when the folder is let go.
@@ -71,7 +71,7 @@ class Holder:
         program, *words = sys.orig_argv or ["python"]
         command = shown(shlex.join([os.path.basename(program), *words]), 200)
         life = me.namespace, me.pid, me.began
-        return cls(socket.gethostname(), life, time.time(), command, job_of(os.environ))
+        return cls(own_name(), life, time.time(), command, job_of(os.environ))
 
     @classmethod
     def of(cls, content: bytes) -> Self | None:
@@ -93,7 +93,7 @@ class Holder:
     def is_of_this_machine(self) -> bool:
         """Whether it runs, or ran, under the same kernel as this one."""
         boot, own = (name.partition("/")[0] for name in (self.life[0], Life.own().namespace))
-        return boot == own if boot and own else self.host == socket.gethostname()
+        return boot == own if boot and own else self.host == own_name()
 
     def __str__(self) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))

@@ -6,9 +6,9 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from spartito.cluster.secret import Key
 from spartito.cluster.store.client import Store
 from spartito.cluster.store.server import Server
+from spartito.wire.secret import Key
 
 SECRET = b"a secret of this test"
 KEY, TLS = Key(SECRET), Key(SECRET, encrypts=True)
@@ -31,7 +31,7 @@ def served(key: Key = KEY) -> Iterator[Server]:
 def client(server: Server | tuple[str, int], key: Key = KEY, limit: float = LIMIT) -> Store:
     """Somebody who comes to it."""
     address = server.address if isinstance(server, Server) else server
-    made = Store(lambda seconds: socket.create_connection(address, seconds), key, limit)
+    made = Store(*address, key, limit)
     _clients.append(made)
     return made
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from spartito.cluster.directory import Card, from_directory
-from spartito.cluster.ports import _is_free, free_port
-from spartito.cluster.spec import split_address
 from spartito.errors import TaskLostError, UserError
+from spartito.wire.addresses import split_address
+from spartito.wire.ports import _is_free, free_port
 
 PROGRAM = """
 import json, os

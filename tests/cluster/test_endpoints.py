@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from spartito.cluster import resolve
-from spartito.cluster.endpoints import DRAWN, Endpoint, parse_range, training_endpoints
-from spartito.cluster.interfaces import address_of, interface_of
+from spartito.cluster.endpoints import parse_range, training_endpoints
 from spartito.errors import UserError
+from spartito.wire.addresses import DRAWN, Endpoint
+from spartito.wire.interfaces import address_of, interface_of
 
 CLUSTER = {"worker": ["10.0.0.1:29500", "10.0.0.2:29501"]}
 SERVED = {**CLUSTER, "ps": ["10.0.0.2:29502"], "evaluator": ["10.0.0.1:29503"]}

@@ -10,19 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from spartito.cluster.secret import NO_SECRET
 from spartito.cluster.store.client import FencedError, StoreError
 from spartito.cluster.store.journal import Journal
 from spartito.cluster.store.server import Server
+from spartito.wire.secret import NO_SECRET
 from tests.cluster.stores import KEY, client, served
 from tests.commands import eventually, free_port
 
 HOLDS = """
-import socket, sys, time
-from spartito.cluster.secret import NO_SECRET
+import sys, time
+from spartito.wire.secret import NO_SECRET
 from spartito.cluster.store.client import Store
-where = "127.0.0.1", int(sys.argv[1])
-held = Store(lambda limit: socket.create_connection(where, limit), NO_SECRET, 30.0).hold("lives")
+held = Store("127.0.0.1", int(sys.argv[1]), NO_SECRET, 30.0).hold("lives")
 print("holds", flush=True)
 time.sleep(300)
 """

@@ -17,17 +17,14 @@ import torch
 
 import spartito as sp
 from spartito.checkpoint.opened import opened
-from spartito.cluster.acceptor import Acceptor
-from spartito.cluster.connection import Connection
-from spartito.cluster.secret import Key
 from spartito.cluster.store.server import Server
-from spartito.doctor.transport.connection import Connection as Lines
-from spartito.doctor.transport.connection import PeerError
-from spartito.doctor.transport.messages import Request
 from spartito.errors import SpartitoError
 from spartito.ps.protocol.messages import Reply
-from spartito.ps.protocol.wire import ProtocolError, Wire
 from spartito.storage import load_tensors
+from spartito.wire.acceptor import Acceptor
+from spartito.wire.frames import ProtocolError, Wire
+from spartito.wire.secret import Key
+from spartito.wire.streams import Connection
 from tests.callers import LIMIT, call, read_to_end
 
 ROOT = Path(sp.__file__).parent
@@ -144,28 +141,19 @@ def test_a_pickle_at_a_port_is_refused_and_not_run(tmp_path: Path) -> None:
         caller.close()
         done.release()
 
-    def hear_lines(caller: Connection) -> None:
-        try:
-            Lines(caller).receive(Request, 1e9)
-        except PeerError as error:
-            said.append(str(error))
-        caller.close()
-        done.release()
-
     store = Server(socket.create_server(("127.0.0.1", 0)), KEY)
     try:
-        with accepted(hear) as frames, accepted(hear_lines) as lines:
-            for port in (frames, lines, store.address[1]):
+        with accepted(hear) as frames:
+            for port in (frames, store.address[1]):
                 with socket.create_connection(("127.0.0.1", port), LIMIT) as raw:
                     raw.sendall(trap + b"\n" * 300)
                     assert read_to_end(raw) == b""
-            for port in (frames, lines):
-                with call(port, "test", KEY) as known:
-                    known.sendall(trap + b"\n" * 300)
-                    assert done.acquire(timeout=LIMIT)
+            with call(frames, "test", KEY) as known:
+                known.sendall(trap + b"\n" * 300)
+                assert done.acquire(timeout=LIMIT)
     finally:
         store.close()
-    assert len(said) == 2
+    assert len(said) == 1
     assert not (tmp_path / "run").exists()
 
 

@@ -10,17 +10,16 @@ from pathlib import Path
 import pytest
 
 from spartito.cluster import resolve
-from spartito.cluster.secret import (
+from spartito.cluster.endpoints import job_key, warn_if_open
+from spartito.errors import UserError
+from spartito.wire.secret import (
     Key,
     check_secrets,
     fingerprint,
-    job_key,
     new_secret,
     read_secret,
-    warn_if_open,
     with_secret,
 )
-from spartito.errors import UserError
 
 GIVEN = "known to the tasks alone"
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from spartito.cluster import ClusterSpec, Task
 from spartito.cluster.slurm import from_slurm, remark
-from spartito.cluster.spec import split_address
 from spartito.errors import UserError
+from spartito.wire.addresses import split_address
 from tests.cluster.environments import (
     ALLOCATION,
     MPI_ON_SECOND_NODE,

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spartito.cluster import ClusterSpec, Task
-from spartito.cluster.spec import is_loopback, split_address
 from spartito.errors import UserError
+from spartito.wire.addresses import is_loopback, split_address
 
 TWO = ClusterSpec(
     addresses={"chief": ("a:1",), "worker": ("b:2", ""), "ps": ("c:3",)},

@@ -16,37 +16,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spartito.cluster.secret import Key
-from spartito.cluster.store import server as serving
 from spartito.cluster.store.client import (
     FencedError,
-    OtherStoreError,
     StoreError,
     StoreGoneError,
-    StoreSecretError,
     ValueTimeoutError,
 )
 from spartito.cluster.store.protocol import (
-    HEAD,
-    HELLO,
-    MAGIC,
-    MOST_BODY,
-    SIZE,
-    UNKNOWN,
+    PURPOSE,
+    BrokenRequestError,
     Delete,
     Gather,
-    OtherSecretError,
-    ProtocolError,
     Reply,
     Set,
-    hello,
     request_of,
-    seals,
 )
-from spartito.cluster.store.server import Server
 from spartito.cluster.store.values import Values
 from spartito.errors import SpartitoError
-from tests.cluster.stores import KEY, LIMIT, SECRET, TLS, client, is_closed, served
+from spartito.wire import acceptor
+from spartito.wire.handshake import HELLO, MAGIC, VERSION, OtherProgramError, SecretError
+from spartito.wire.limits import LONG_HEADER
+from spartito.wire.secret import Key
+from tests.callers import call
+from tests.cluster.stores import KEY, LIMIT, TLS, client, is_closed, served
 from tests.launch.supervised import stands_still, wait_until
 from tests.processes import context
 
@@ -241,7 +233,7 @@ def test_another_secret_is_refused_on_both_sides(
 ) -> None:
     other = replace(key, secret=b"another")
     with served(key) as server:
-        with pytest.raises(StoreSecretError, match="does not know the secret of this task"):
+        with pytest.raises(SecretError, match="does not know the secret of this task"):
             client(server, other).set("a", b"")
         assert client(server, key).keys() == {}
         assert "it does not know the job's secret" in caplog.text
@@ -257,64 +249,41 @@ def test_another_program_is_no_store() -> None:
 
         thread = threading.Thread(target=reply)
         thread.start()
-        with pytest.raises(OtherStoreError, match="another program replies there"):
+        with pytest.raises(OtherProgramError, match="another program replies there"):
             client(listener.getsockname()).keys()
         thread.join()
 
 
-def raw(server: Server, secret: bytes = SECRET) -> tuple[socket.socket, bytes, bytes]:
-    """A caller that writes its own bytes, and both first words."""
-    caller = socket.create_connection(server.address, LIMIT)
-    own = hello()
-    caller.sendall(own)
-    theirs = b""
-    while len(theirs) < HELLO:
-        theirs += caller.recv(HELLO - len(theirs))
-    return caller, own, theirs
-
-
-def test_no_frame_can_be_repeated_or_changed() -> None:
+def test_what_is_no_request_ends_its_connection_alone() -> None:
     with served() as server:
-        for repeated in (True, False):
-            caller, own, theirs = raw(server)
-            with caller:
-                out, _ = seals(SECRET, own, theirs)
-                frame = out.close(Set("a", b"1"))
-                caller.sendall(frame)
-                assert caller.recv(HEAD)
-                other = bytearray(out.close(Set("b", b"2")))
-                other[-1] ^= 1
-                caller.sendall(frame if repeated else other)
-                assert is_closed(caller)
-        assert client(server).keys() == {"a": b"1"}
+        with call(server.address[1], PURPOSE, KEY) as caller:
+            caller.sendall(b"no frame" * 100)
+            assert is_closed(caller)
+        assert client(server).keys() == {}
 
 
 @pytest.mark.parametrize(
     "words",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        MAGIC + bytes(32) + SIZE.pack(MOST_BODY + 1) + bytes(32),
-        MAGIC + bytes(32) + SIZE.pack(1 << 20) + bytes(32),
-        MAGIC + bytes(32) + SIZE.pack(4) + bytes(36),
-    ],
+    [b"GET / HTTP/1.1\r\n\r\n", MAGIC + bytes(32), HELLO.pack(MAGIC, VERSION, b"") + bytes(64)],
 )
 def test_who_says_something_else_first_is_disconnected(words: bytes) -> None:
     with served() as server, socket.create_connection(server.address, LIMIT) as caller:
         caller.sendall(words)
         assert is_closed(caller)
+        assert client(server).keys() == {}
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=60))
 def test_no_body_but_a_request_is_obeyed(body: bytes) -> None:
     values: Values[str] = Values()
-    with suppress(ProtocolError):
+    with suppress(BrokenRequestError):
         values.apply(request_of(body), "who")
 
 
 @pytest.mark.parametrize("key", [KEY, TLS])
 def test_who_says_nothing_keeps_nobody_out(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "MOST_UNKNOWN", 4)
+    monkeypatch.setattr(acceptor, "MOST_UNKNOWN", 4)
     with served(key) as server:
         silent = [socket.create_connection(server.address, LIMIT) for _ in range(5)]
         assert is_closed(silent[0])
@@ -324,7 +293,7 @@ def test_who_says_nothing_keeps_nobody_out(key: Key, monkeypatch: pytest.MonkeyP
 
 
 def test_who_says_nothing_is_disconnected_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "GREETING_SECONDS", 0.05)
+    monkeypatch.setattr(acceptor, "GREETING_SECONDS", 0.05)
     with served() as server, socket.create_connection(server.address, LIMIT) as silent:
         assert is_closed(silent)
 
@@ -333,27 +302,19 @@ def test_values_are_limited() -> None:
     with served() as server:
         each = client(server)
         with pytest.raises(SpartitoError, match="takes 4,194,304 at most"):
-            each.set("a", bytes(MOST_BODY))
+            each.set("a", bytes(LONG_HEADER))
         each.set("a", b"text")
         with pytest.raises(StoreError, match="is no number"):
             each.add("a", 1)
-        each.set("b", bytes(MOST_BODY - 100))
-        each.set("c", bytes(MOST_BODY - 100))
-        with pytest.raises(StoreError, match="a message of"):
+        each.set("b", bytes(LONG_HEADER - 100))
+        each.set("c", bytes(LONG_HEADER - 100))
+        with pytest.raises(StoreError, match="a reply of"):
             each.keys()
         assert each.get("a") == b"text"
     small: Values[str] = Values(most=100)
     assert small.apply(Set("a", bytes(30)), "who") == Reply()
     assert small.apply(Set("b", bytes(30)), "who") == Reply(refused="full")
     assert small.apply(Set("a", bytes(36)), "who") is not None
-
-
-def test_the_seal_of_one_end_is_not_that_of_the_other() -> None:
-    client_seal, store_seal = seals(SECRET, hello(), hello())
-    frame = client_seal.close(Set("a", b""))
-    with pytest.raises(OtherSecretError):
-        store_seal.open(frame[:HEAD], frame[HEAD:])
-    assert len(UNKNOWN) == HEAD
 
 
 def test_a_store_in_a_fork_stays_the_parents() -> None:

@@ -9,11 +9,12 @@ from contextlib import suppress
 
 import pytest
 
-from spartito.cluster.secret import Key
-from spartito.cluster.store import server as serving
-from spartito.cluster.store.client import Connection, OtherStoreError
-from spartito.cluster.store.protocol import Set, hello
-from spartito.cluster.tls import contexts
+from spartito.cluster.store.protocol import PURPOSE, Reply, Set
+from spartito.wire import acceptor
+from spartito.wire.frames import Wire
+from spartito.wire.handshake import MAGIC, OtherProgramError, prove
+from spartito.wire.secret import Key
+from spartito.wire.tls import contexts
 from tests.cluster.stores import KEY, LIMIT, SECRET, TLS, client, is_closed, served
 from tests.wiretap import between
 
@@ -42,7 +43,7 @@ def test_who_encrypts_and_who_does_not_find_out(
     key: Key, other: Key, error: str, noted: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with served(key) as server:
-        with pytest.raises(OtherStoreError, match=error):
+        with pytest.raises(OtherProgramError, match=error):
             client(server, other).keys()
         assert client(server, key).keys() == {}
         assert noted in caplog.text
@@ -52,7 +53,7 @@ def test_who_begins_to_encrypt_and_stops_is_disconnected_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the middle of the first message; and after it, without a certificate."""
-    monkeypatch.setattr(serving, "GREETING_SECONDS", 0.2)
+    monkeypatch.setattr(acceptor, "GREETING_SECONDS", 0.2)
     goes = ssl.MemoryBIO()
     with suppress(ssl.SSLWantReadError):
         contexts(SECRET).caller.wrap_bio(ssl.MemoryBIO(), goes).do_handshake()
@@ -69,7 +70,7 @@ def test_who_has_no_certificate_of_the_job_gets_no_reply() -> None:
     unknown.check_hostname, unknown.verify_mode = False, ssl.CERT_NONE
     with served(TLS) as server, socket.create_connection(server.address, LIMIT) as raw:
         with suppress(ssl.SSLError, ConnectionError), unknown.wrap_socket(raw) as end:
-            end.sendall(hello())
+            end.sendall(MAGIC + bytes(60))
             assert not end.recv(1)
         assert client(server, TLS).keys() == {}
 
@@ -78,9 +79,12 @@ def test_what_is_changed_on_its_way_ends_the_connection(caplog: pytest.LogCaptur
     """Also where who comes is known already: TLS notices before a frame is looked at."""
     with served(TLS) as server:
         connected = socket.create_connection(server.address, LIMIT)
-        one = Connection(connected, TLS, time.monotonic() + LIMIT)
-        one.ask(Set("a", b"1"), time.monotonic() + LIMIT)
+        end = time.monotonic() + LIMIT
+        one = Wire(prove(connected, "the store", TLS, PURPOSE, end), Reply, timeout=LIMIT)
+        one.send(Set("a", b"1"))
+        assert one.receive() == Reply()
         connected.sendall(b"\x17\x03\x03\x00\x20" + bytes(32))
         assert is_closed(connected)
+        one.close()
         assert client(server, TLS).keys() == {"a": b"1"}
         assert "what came was changed on its way" in caplog.text

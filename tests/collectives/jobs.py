@@ -33,7 +33,7 @@ from spartito.errors import TaskLostError
 from spartito.launch.network import Machine
 from spartito.log import logger
 from spartito.ps.protocol.messages import Lost
-from spartito.ps.protocol.wire import Wire
+from spartito.wire.frames import Wire
 from tests.collectives.group import join, spec
 
 LONG = 60.0  # seconds that no passing test comes near

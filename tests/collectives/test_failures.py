@@ -137,7 +137,7 @@ def test_a_task_with_another_secret_is_refused_at_the_store() -> None:
         for rank in (0, 1):
             group.start(rank, jobs.join_with_a_secret, port, 5.0)
         kind, text = group.result(1)
-        assert kind == "StoreSecretError"
+        assert kind == "SecretError"
         assert f"worker 0 at 127.0.0.1:{port} does not know the secret of this task" in text
         kind, text = group.result(0)
         assert kind == "TaskLostError"

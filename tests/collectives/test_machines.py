@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from spartito.cluster.endpoints import Endpoint
-from spartito.collectives.sockets import listen
 from spartito.launch.network import Machine, NoNamespacesError, network
 from spartito.log import logger
+from spartito.wire.addresses import Endpoint
+from spartito.wire.listening import listen
 from tests.collectives import jobs
 from tests.collectives.group import Group, running
 from tests.commands import SPARTITO, Commands, Program, commands_in, tf_config
@@ -210,7 +210,7 @@ def test_the_own_address_is_on_the_way_to_another_task(
     commands: Commands, debian: list[Machine]
 ) -> None:
     asks = (
-        "from spartito.cluster.interfaces import own_address\n"
+        "from spartito.wire.interfaces import own_address\n"
         "print(own_address('alpha', 29500), own_address('alpha', 29500, ['alpha', 'beta']))"
     )
     ended = commands.start(*debian[0].enters, sys.executable, "-c", asks).end()

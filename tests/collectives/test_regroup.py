@@ -15,10 +15,10 @@ import torch
 
 from spartito import life
 from spartito.cluster.recovery import Recovery
-from spartito.cluster.secret import NO_SECRET
 from spartito.cluster.store.server import Server
 from spartito.collectives.rendezvous import Rendezvous
 from spartito.errors import SpartitoError, TaskLostError
+from spartito.wire.secret import NO_SECRET
 from tests.collectives.group import Group, running, spec
 from tests.commands import free_port
 

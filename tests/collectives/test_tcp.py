@@ -15,9 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from spartito.cluster.connection import rest
-from spartito.cluster.endpoints import DRAWN, Endpoint
-from spartito.cluster.secret import Key
 from spartito.collectives.calls import encode
 from spartito.collectives.peers import RANK, connect_all
 from spartito.collectives.rendezvous import connect
@@ -25,6 +22,9 @@ from spartito.collectives.store import KeyValues, Membership
 from spartito.collectives.tcp import HEAD, SMALL, SocketCollective, slices
 from spartito.collectives.torch_store import OfTorch
 from spartito.errors import MismatchedCallsError, TaskLostError, UserError
+from spartito.wire.addresses import DRAWN, Endpoint
+from spartito.wire.secret import Key
+from spartito.wire.streams import rest
 from tests.callers import call, read_to_end
 from tests.collectives.group import join, running, spec
 from tests.collectives.result_jobs import values

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spartito.collectives.waiting import HalfTime
+from spartito.waiting import HalfTime
 from tests.collectives import jobs
 from tests.collectives.group import running
 from tests.commands import eventually, free_port

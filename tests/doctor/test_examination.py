@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from spartito.cluster.spec import split_address
 from spartito.doctor.findings import Outcome, Target
 from spartito.doctor.probe.probes import probe
+from spartito.wire.addresses import split_address
 from tests.callers import read_to_end
 from tests.commands import (
     SPARTITO,
@@ -224,7 +224,7 @@ def test_one_that_falls_silent_after_it_came(commands: Commands) -> None:
 JOIN_AND_SAY_NOTHING = """
 import os, sys, time
 from spartito.cluster import resolve
-from spartito.cluster.secret import NO_SECRET
+from spartito.wire.secret import NO_SECRET
 from spartito.cluster.spec import split_address
 from spartito.doctor.facts.machine import collect
 from spartito.doctor.findings import Target

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spartito.cluster.ports import free_ports
-from spartito.cluster.secret import new_secret
+from spartito.wire.ports import free_ports
+from spartito.wire.secret import new_secret
 from tests.commands import SPARTITO, Commands, Ended, commands_in
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from spartito.cluster.ports import free_port
 from spartito.launch.containers.compose import compose_file
 from spartito.launch.containers.file import read_job
 from spartito.launch.hosts import client
@@ -19,6 +18,7 @@ from spartito.launch.hosts.plan import Plan
 from spartito.launch.hosts.ssh import Ssh
 from spartito.launch.roles import Roles
 from spartito.launch.slurm_file import batch_file
+from spartito.wire.ports import free_port
 from tests.commands import LEAN
 from tests.launch.jobs import LISTS, plan_batch, plan_containers
 
@@ -30,7 +30,7 @@ import json, os
 import torch
 from torch import nn
 import spartito as sp
-from spartito.cluster.secret import read_secret
+from spartito.wire.secret import read_secret
 
 class Looks(sp.Callback):
     def on_epoch_end(self, epoch, logs):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 
 import pytest
 
-from spartito.cluster.secret import Key
-from spartito.cluster.spec import split_address
-from spartito.cluster.store.client import Store, StoreGoneError, StoreSecretError
+from spartito.cluster.store.client import Store, StoreGoneError
 from spartito.launch.keeping import kept_store
+from spartito.wire.addresses import split_address
+from spartito.wire.handshake import SecretError
+from spartito.wire.secret import Key
 from tests.wiretap import between
 
 LIMIT = 30.0  # seconds that no passing test comes near
@@ -28,15 +28,14 @@ with kept_store(os.environ) as env:
 
 
 def client(address: str, secret: str = SECRET, encrypts: bool = False) -> Store:
-    where, key = split_address(address), Key(secret.encode(), encrypts)
-    return Store(lambda limit: socket.create_connection(where, limit), key, LIMIT)
+    return Store(*split_address(address), Key(secret.encode(), encrypts), LIMIT)
 
 
 def test_a_launcher_keeps_a_store_for_who_knows_the_secret() -> None:
     with kept_store(os.environ | {"SPARTITO_SECRET": SECRET}) as env:
         each = client(env["SPARTITO_STORE"])
         each.set("a", b"1")
-        with pytest.raises(StoreSecretError):
+        with pytest.raises(SecretError):
             client(env["SPARTITO_STORE"], "another").keys()
         assert each.get("a") == b"1"
     with pytest.raises(StoreGoneError):

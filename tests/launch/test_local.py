@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spartito.cluster import resolve
-from spartito.cluster.ports import free_port
 from spartito.comparison.plan import make_plan
 from spartito.comparison.run import compare_strategies
 from spartito.errors import UserError
 from spartito.launch.hosts.job import Hosts
 from spartito.launch.local import RUNTIME, Local, Position, environments
+from spartito.wire.ports import free_port
 from tests.cluster.environments import hydra_alone, open_mpi, srun
 from tests.cluster.orchestrated import TORCHRUN, indexed_job, pytorch_job
 from tests.launch.jobs import start
@@ -304,7 +304,7 @@ def test_a_range_of_ports_is_kept_to(tmp_path: Path) -> None:
 
 HELD = """
 import json, os
-from spartito.cluster.ports import free_port
+from spartito.wire.ports import free_port
 from spartito.errors import UserError
 found = json.loads(os.environ.get("TF_CONFIG", "{}")).get("cluster", {})
 ports = [int(a.split(":")[1]) for tasks in found.values() for a in tasks]

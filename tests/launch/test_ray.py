@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from spartito.cluster.ports import free_port
 from spartito.errors import UserError
 from spartito.launch.on_ray.actor import Node, check_runnable, checksum_of, versions
 from spartito.launch.on_ray.job import check_nodes
 from spartito.launch.on_ray.session import check_fits
+from spartito.wire.ports import free_port
 from tests.skips import need, skip
 
 LIMIT = 120.0

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from spartito.cluster.ports import free_port
 from spartito.launch.on_ray.session import is_there
+from spartito.wire.ports import free_port
 
 LIMIT = 60.0
 
 GONE = """
 import sys
 from types import SimpleNamespace
-from spartito.cluster.ports import free_port
+from spartito.wire.ports import free_port
 
 context = SimpleNamespace(gcs_address=f"127.0.0.1:{free_port()}")  # nobody listens
 sys.modules["ray"] = SimpleNamespace(

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spartito.cluster import resolve
-from spartito.cluster.interfaces import is_here
 from spartito.errors import UserError
 from spartito.launch.hosts import agent, client
 from spartito.launch.hosts.check import ask_hosts, notes
@@ -23,6 +22,7 @@ from spartito.launch.hosts.names import Host, check_names, parse_hosts
 from spartito.launch.hosts.plan import MEMBERSHIP, Plan, check_passed, travelling
 from spartito.launch.hosts.ssh import MOST, Reply, Ssh, address_of, ask_all, parse_ssh, refusal
 from spartito.launch.roles import Roles
+from spartito.wire.interfaces import is_here
 
 SSH = Ssh(("ssh", "-F", "my config"), "/home/me/job", "/opt/python")
 WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, skip_if(bool(why := why_not()), "ssh", why)]
 
 SHOWS = """
 import json, os, sys
-from spartito.cluster.secret import read_secret
+from spartito.wire.secret import read_secret
 print(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ), listed(read_secret())]))
 """
 SHOWS = LISTS + SHOWS

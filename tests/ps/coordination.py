@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from spartito.cluster.endpoints import DRAWN, Endpoint
-from spartito.collectives.sockets import listen
 from spartito.ps.client.work_source import WorkerLink
 from spartito.ps.protocol.work import Complete, Lease, Report, Totals, WorkSource
 from spartito.ps.scheduler.coordinator import Coordinator
 from spartito.ps.scheduler.listener import WorkerListener
 from spartito.ps.scheduler.plan import Plan
+from spartito.wire.addresses import DRAWN, Endpoint
+from spartito.wire.listening import listen
 from tests.callers import read_to_end
 
 HOST = "127.0.0.1"

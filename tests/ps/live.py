@@ -15,10 +15,6 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from spartito.cluster.endpoints import DRAWN, Endpoint
-from spartito.cluster.handshake import prove
-from spartito.cluster.secret import NO_SECRET
-from spartito.collectives.sockets import listen
 from spartito.collectives.versions import Versions
 from spartito.ps.client.vector import Vector
 from spartito.ps.protocol.layout import cut
@@ -37,11 +33,15 @@ from spartito.ps.protocol.messages import (
     Welcome,
 )
 from spartito.ps.protocol.rules import Rules
-from spartito.ps.protocol.wire import PREFIX, START, VERSION, Gone, Wire
 from spartito.ps.server.server import Server
 from spartito.ps.server.shard import Shard
 from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
+from spartito.wire.addresses import DRAWN, Endpoint
+from spartito.wire.frames import PREFIX, START, Gone, Wire
+from spartito.wire.handshake import VERSION, prove
+from spartito.wire.listening import listen
+from spartito.wire.secret import NO_SECRET, Key
 from tests.callers import call
 
 HOST, LIMIT, JOB = "127.0.0.1", 30.0, "a job"
@@ -51,8 +51,14 @@ class Live:
     """A server in a thread, with values of a small model."""
 
     def __init__(
-        self, folder: Path, rules: Rules, size: tuple[int, int] = (3, 2), timeout: float = 60
+        self,
+        folder: Path,
+        rules: Rules,
+        size: tuple[int, int] = (3, 2),
+        timeout: float = 60,
+        key: Key = NO_SECRET,
     ) -> None:
+        self.key = key
         net = nn.Linear(*size)
         optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
         vector = Vector(net, optimizer)
@@ -64,6 +70,7 @@ class Live:
         self.server = Server(
             self.store, listener, name="ps 0", chief="worker 0", wire_dtype=None, timeout=timeout,
             snapshot=Snapshot(folder / "ps-0.safetensors", "ps 0"), seconds=1000,
+            key=key,
         )  # fmt: skip
         self.hello = Hello(
             "worker 1", 1, False, JOB, vector.layout.digest, Versions.own(), str(rules), ""
@@ -82,7 +89,7 @@ class Live:
         return wire
 
     def unknown_peer(self) -> Wire:
-        return Wire(call(self.port, PURPOSE), Reply, limit=1 << 24, timeout=LIMIT)
+        return Wire(call(self.port, PURPOSE, self.key), Reply, limit=1 << 24, timeout=LIMIT)
 
     def serves(self, step: int) -> None:
         """A proper client's push is applied, and it hears the new values."""

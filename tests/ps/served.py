@@ -14,9 +14,7 @@ from msgspec.structs import replace
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from spartito.cluster.endpoints import Endpoint
 from spartito.collectives.shared_memory import host_key, supported
-from spartito.collectives.sockets import listen
 from spartito.collectives.versions import Versions
 from spartito.errors import SpartitoError
 from spartito.ps.client.control import Control
@@ -37,6 +35,8 @@ from spartito.ps.server.server import Server
 from spartito.ps.server.shard import Shard
 from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
+from spartito.wire.addresses import Endpoint
+from spartito.wire.listening import listen
 from tests.skips import skip_if
 
 HOST = "127.0.0.1"

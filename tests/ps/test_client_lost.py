@@ -32,8 +32,8 @@ from spartito.ps.protocol.messages import (
     Welcome,
 )
 from spartito.ps.protocol.rules import Rules
-from spartito.ps.protocol.wire import Wire
 from spartito.ps.server.store import Store
+from spartito.wire.frames import Wire
 from tests.callers import accept as reply
 from tests.ps.coordination import eventually
 from tests.ps.served import (

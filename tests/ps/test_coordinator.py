@@ -13,7 +13,6 @@ import pytest
 from spartito.collectives.versions import Versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.ps.client.work_source import WorkerLink
-from spartito.ps.protocol.wire import Wire
 from spartito.ps.protocol.work import (
     MAX_PUBLISHED,
     PURPOSE,
@@ -32,6 +31,7 @@ from spartito.ps.scheduler.coordinator import Coordinator
 from spartito.ps.scheduler.local import LocalLink
 from spartito.ps.scheduler.queue import WorkRange
 from spartito.steps.leases import NO_EPOCH
+from spartito.wire.frames import Wire
 from tests.callers import call
 from tests.ps import coordination as co
 

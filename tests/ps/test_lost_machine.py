@@ -18,15 +18,16 @@ LIMIT = 600.0
 
 SERVER = """
 import socket
-from spartito.cluster.reach import look_after
+from spartito.wire.streams import keep_alive
 from spartito.ps.protocol.messages import Request
-from spartito.ps.protocol.wire import SILENCE, Wire
+from spartito.wire.frames import Wire
+from spartito.wire.limits import LONG_SILENCE
 
 listener = socket.create_server(("0.0.0.0", 29531))
 print("listens", flush=True)
 callers = [listener.accept()[0] for _ in range(2)]
 for caller in callers:
-    look_after(caller, SILENCE)
+    keep_alive(caller, LONG_SILENCE)
 wires = [Wire(caller, Request) for caller in callers]
 print(*(type(wire.receive()).__name__ for wire in wires), flush=True)
 for wire in wires:
@@ -39,14 +40,15 @@ CLIENT = """
 import signal
 import socket
 import sys
-from spartito.cluster.reach import look_after
+from spartito.wire.streams import keep_alive
 from spartito.ps.protocol.messages import GetState, Reply
-from spartito.ps.protocol.wire import SILENCE, Wire
+from spartito.wire.frames import Wire
+from spartito.wire.limits import LONG_SILENCE
 
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 servers = [socket.create_connection(("alpha", 29531)) for _ in range(2)]
 for server in servers:
-    look_after(server, SILENCE)
+    keep_alive(server, LONG_SILENCE)
 waits, sends = (Wire(server, Reply, timeout=float(sys.argv[1])) for server in servers)
 for wire in (waits, sends):
     wire.send(GetState())

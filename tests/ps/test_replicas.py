@@ -14,8 +14,6 @@ from msgspec.structs import replace
 from torch import nn
 from torch.optim import Adam
 
-from spartito.cluster.secret import NO_SECRET
-from spartito.collectives.sockets import reach
 from spartito.errors import UserError
 from spartito.ps.client.appointments import Appointments, View, decide
 from spartito.ps.client.appointments import Server as Watched
@@ -36,8 +34,10 @@ from spartito.ps.protocol.messages import (
 )
 from spartito.ps.protocol.options import settings
 from spartito.ps.protocol.rules import Rules
-from spartito.ps.protocol.wire import Wire
 from spartito.ps.server.server import Server
+from spartito.wire.dialing import reach
+from spartito.wire.frames import Wire
+from spartito.wire.secret import NO_SECRET
 from tests.ps.coordination import eventually
 from tests.ps.served import HOST, LIMIT, WAYS, Job, compute, make, push
 

@@ -15,8 +15,6 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from spartito.cluster.endpoints import DRAWN, Endpoint
-from spartito.collectives.sockets import listen
 from spartito.collectives.versions import Versions
 from spartito.ps.client.vector import Vector
 from spartito.ps.protocol.layout import cut
@@ -34,11 +32,13 @@ from spartito.ps.protocol.messages import (
     Welcome,
 )
 from spartito.ps.protocol.rules import Rules
-from spartito.ps.protocol.wire import Wire
 from spartito.ps.server.server import Server
 from spartito.ps.server.shard import Shard
 from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
+from spartito.wire.addresses import DRAWN, Endpoint
+from spartito.wire.frames import Wire
+from spartito.wire.listening import listen
 from tests.callers import call, read_to_end
 from tests.ps.live import HOST, JOB, LIMIT, Live, push_of, reply_or_close
 

@@ -6,10 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from spartito.cluster.secret import NO_SECRET
-from spartito.collectives.sockets import reach
 from spartito.ps.client.work_source import WorkerLink
-from spartito.ps.protocol.wire import Wire
 from spartito.ps.protocol.work import (
     MAX_PUBLISHED,
     NOWHERE,
@@ -22,6 +19,9 @@ from spartito.ps.protocol.work import (
     ToWorker,
 )
 from spartito.ps.scheduler.ledger import Book
+from spartito.wire.dialing import reach
+from spartito.wire.frames import Wire
+from spartito.wire.secret import NO_SECRET
 from tests.ps import coordination as co
 from tests.ps.simulation.disks import MemoryJournal
 

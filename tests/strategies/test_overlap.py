@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spartito.cluster.ports import free_port
 from spartito.engine.overlap import cut
+from spartito.wire.ports import free_port
 from tests.collectives.group import running
 from tests.replicas import Replicas
 from tests.strategies import overlap_jobs as jobs

@@ -24,12 +24,12 @@ from torch import nn
 
 import spartito as sp
 from spartito.cluster.recovery import Recovery
-from spartito.cluster.secret import Key
 from spartito.cluster.store.server import Server
 from spartito.errors import UserError
 from spartito.registry import strategy_info
 from spartito.steps.recovering import ElsewhereError, Standing, share_state
 from spartito.strategies import strategy as named_strategy
+from spartito.wire.secret import Key
 from tests import stacks
 from tests.collectives.group import spec
 from tests.commands import eventually

@@ -13,9 +13,9 @@ import torch
 
 import spartito as sp
 from spartito import training
-from spartito.cluster.ports import free_port
 from spartito.steps.base import Step
 from spartito.strategies import strategy_class
+from spartito.wire.ports import free_port
 from tests.collectives.group import spec
 
 MOST = 12

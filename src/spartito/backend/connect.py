@@ -14,10 +14,7 @@ from spartito.backend.machine import OneMachine
 from spartito.backend.machines import SeveralMachines
 from spartito.backend.operations import Alone, Operations
 from spartito.backend.wire import Wire
-from spartito.cluster.endpoints import DRAWN, Endpoint, chosen_interface, port_range
-from spartito.cluster.interfaces import ELSEWHERE, own_address
-from spartito.cluster.secret import check_secrets, fingerprint, key_among, read_secret
-from spartito.cluster.spec import is_loopback
+from spartito.cluster.endpoints import chosen_interface, port_range
 from spartito.collectives.placement import Placement
 from spartito.collectives.rendezvous import FAREWELL, TaskInfo
 from spartito.collectives.shared_memory import Cores, host_key, supported
@@ -27,6 +24,9 @@ from spartito.collectives.versions import Versions, check_versions
 from spartito.device import cgroup_quota
 from spartito.errors import UserError
 from spartito.names import ENV_INTERFACE
+from spartito.wire.addresses import DRAWN, Endpoint, is_loopback
+from spartito.wire.interfaces import ELSEWHERE, own_address
+from spartito.wire.secret import check_secrets, fingerprint, key_among, read_secret
 
 
 def operations_of(options: Any) -> Operations:

@@ -8,7 +8,6 @@ reads before it takes the bytes:
 
 from __future__ import annotations
 
-import socket
 import struct
 import threading
 from collections import deque
@@ -19,8 +18,8 @@ import numpy as np
 
 from spartito.backend.errors import MOST_TEXT
 from spartito.backend.memory import RESERVE, Bytes
-from spartito.cluster.connection import Connection, rest
-from spartito.collectives.tcp import MAX_BUFFERS, Views
+from spartito.wire.flow import Flow
+from spartito.wire.streams import Connection, send_no_more
 
 HEAD = struct.Struct("<5q")
 PART, MESSAGE, FAREWELL = range(3)
@@ -64,28 +63,31 @@ class Link:
 
     def __init__(self, connection: Connection) -> None:
         self.number = connection.fileno()
-        self.moved = 0
         self.is_gone = False
         self.want: Want | None = None
         self.parts: deque[Frame] = deque()
         self.messages: list[Frame] = []
         self.farewell: Frame | None = None
-        self._connection = connection
+        self._connection, self._flow = connection, Flow(connection)
         self._lock = threading.Lock()  # a thread sends what the system did not take at once
-        self._out: Views = []
         self._head = bytearray(HEAD.size)
-        self._into = memoryview(self._head)
+        self._flow.into = [memoryview(self._head)]
         self._frame: Frame | None = None
 
     @property
     def is_sent(self) -> bool:
         """Whether the system has taken all that goes out."""
-        return not self._out
+        return not self._flow.out
+
+    @property
+    def moved(self) -> int:
+        """Bytes so far, both ways."""
+        return self._flow.sent + self._flow.received
 
     @property
     def unsent(self) -> int:
         """The bytes that the system has not taken."""
-        return sum(map(len, self._out))
+        return sum(map(len, self._flow.out))
 
     def push(
         self, kind: int, step: int, tag: int, call: int, row: Bytes, *, keep: bool = False
@@ -93,17 +95,17 @@ class Link:
         """Send a frame, as far as it goes now; ``keep``: the row may be written to afterwards."""
         head = HEAD.pack(kind, step, tag, call, len(row))
         with self._lock:
-            self._out += [memoryview(head), *([row.data] if len(row) else [])]
+            self._flow.out += [memoryview(head), *([row.data] if len(row) else [])]
             self._send()
-            if keep and self._out and len(row):
-                self._out[-1] = memoryview(bytes(self._out[-1]))
+            if keep and self._flow.out and len(row):
+                self._flow.out[-1] = memoryview(bytes(self._flow.out[-1]))
 
     def flush(self) -> bool:
         """Send what goes now; whether nothing is left."""
-        if self._out:
+        if self._flow.out:
             with self._lock:
                 self._send()
-        return not self._out
+        return not self._flow.out
 
     def expect(self, want: Want) -> None:
         """Wait for this part of a call from now on."""
@@ -115,52 +117,41 @@ class Link:
         if self.is_gone:
             return False
         try:
-            count = self._connection.recv_into(self._into)
-        except BlockingIOError:
-            return False
+            came = self._flow.receive()
         except OSError:
-            count = 0
-        if not count:
             self.is_gone = True
             return False
-        self.moved += count
-        self._into = self._into[count:]
-        if not len(self._into):
+        if not self._flow.into:
             self._next()
-        return True
+        return came
 
     def close(self) -> None:
         """Close the connection; the other end can read all that was sent."""
         with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_WR)
+            send_no_more(self._connection)
             drained = 0
             # Closed with bytes that nobody read, the system would take back what was sent.
             while drained < MOST_DRAINED and (data := self._connection.recv(1 << 16)):
                 drained += len(data)
-        self.is_gone, self._out = True, []
+        self.is_gone, self._flow.out = True, []
         self._connection.close()
 
     def _send(self) -> None:
         try:
-            while self._out:
-                count = self._connection.sendmsg(self._out[:MAX_BUFFERS])
-                self._out = rest(self._out, count)
-                self.moved += count
-        except BlockingIOError:
-            pass
+            self._flow.send()
         except OSError:  # it is gone: what it sent before is still to be read
-            self._out = []
+            self._flow.out = []
 
     def _next(self) -> None:
         """A head or the bytes of a frame are complete."""
         if self._frame is None:
             self._frame = self._begun()
             if len(self._frame.row):
-                self._into = self._frame.row.data
+                self._flow.into = [self._frame.row.data]
                 return
         self._frame.is_whole = True
         self._frame = None
-        self._into = memoryview(self._head)
+        self._flow.into = [memoryview(self._head)]
         self._take()
 
     def _begun(self) -> Frame:

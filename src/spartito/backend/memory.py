@@ -45,8 +45,8 @@ from spartito.collectives.futex import Word
 from spartito.collectives.lives import Lives
 from spartito.collectives.segment import Segment
 from spartito.collectives.store import Membership
-from spartito.collectives.waiting import Waiting
 from spartito.errors import UserError
+from spartito.waiting import Waiting
 
 Bytes = NDArray[np.uint8]
 

@@ -39,12 +39,12 @@ from spartito.backend.links import (
 from spartito.backend.memory import Bytes
 from spartito.backend.rows import row_to_read, written
 from spartito.backend.work import Done, Receive
-from spartito.cluster.endpoints import Endpoint
-from spartito.cluster.secret import Key
 from spartito.collectives.peers import connect_all
 from spartito.collectives.store import Membership
-from spartito.collectives.waiting import Waiting
 from spartito.errors import TaskLostError
+from spartito.waiting import Waiting
+from spartito.wire.addresses import Endpoint
+from spartito.wire.secret import Key
 
 CHECK_SECONDS = 0.5  # of one sleep: then it is asked whether the limit is over
 NOTHING: Bytes = np.empty(0, dtype=np.uint8)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spartito.cluster.spec import split_address
 from spartito.errors import UserError
 from spartito.status import OVER, SILENCE, Status, statuses
+from spartito.wire.addresses import split_address
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -9,16 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spartito.cluster.endpoints import port_range
-from spartito.cluster.listed import (
-    address,
-    check_addresses,
-    count,
-    spec_of,
-    task_of,
-    with_roles,
-)
+from spartito.cluster.listed import check_addresses, count, spec_of, task_of, with_roles
 from spartito.cluster.spec import ClusterSpec
 from spartito.errors import UserError
+from spartito.wire.addresses import address
 
 PORT = 29_500
 """Where each task listens where nothing else is said: a node has one task."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import errno
 import secrets
-import socket
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,6 @@ from pathlib import Path
 import msgspec
 
 from spartito.cluster.endpoints import chosen_interface, port_range
-from spartito.cluster.interfaces import ELSEWHERE
 from spartito.cluster.limits import time_limit
 from spartito.cluster.listed import (
     ENV_ADDRESS,
@@ -30,16 +28,17 @@ from spartito.cluster.listed import (
     ENV_PS,
     ENV_TASK,
     ENV_WORKERS,
-    address,
     check_addresses,
     count,
     named_task,
     spec_of,
 )
-from spartito.cluster.ports import BELOW_EPHEMERAL, drawn, free_port, is_own
-from spartito.cluster.spec import ClusterSpec, Task, is_loopback, split_address
+from spartito.cluster.spec import ClusterSpec, Task
 from spartito.errors import TaskLostError, UserError
 from spartito.names import ENV_TIMEOUT
+from spartito.wire.addresses import address, is_loopback, split_address
+from spartito.wire.interfaces import ELSEWHERE, addresses_of, own_name, source_address
+from spartito.wire.ports import BELOW_EPHEMERAL, drawn, free_port, is_own
 
 VARIABLE = "SPARTITO_CLUSTER_DIR"
 
@@ -232,18 +231,8 @@ def _own_address(host: str, ports: Sequence[int], held: ExitStack) -> str:
 
 def _own_host() -> str:
     """What our host name stands for, if that is ours and no loopback; else whence we go outside."""
-    name = socket.gethostname()
-    try:
-        found = socket.getaddrinfo(name, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
-    except socket.gaierror:
-        found = []  # a name that nobody knows: the route tells
-    known = [str(entry[4][0]) for entry in found]
+    known = [host for host in addresses_of(own_name()) if ":" not in host]
     outside = [host for host in known if not is_loopback(host) and is_own(host)]
     if outside:
         return outside[0]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((ELSEWHERE, 9))  # sends nothing: it only asks for the route
-        except OSError:
-            return "127.0.0.1"  # a machine without a network: all tasks are on it
-        return str(probe.getsockname()[0])
+    return source_address(ELSEWHERE) or "127.0.0.1"  # a machine without a network has all tasks

@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
-from spartito.cluster.interfaces import address_of, own_address
 from spartito.cluster.listed import ENV_ADDRESS
-from spartito.cluster.ports import is_own
-from spartito.cluster.spec import ClusterSpec, split_address
+from spartito.cluster.spec import ClusterSpec
 from spartito.errors import UserError
+from spartito.log import warn
 from spartito.names import ENV_INTERFACE, ENV_PORTS
-
-DRAWN = 0
-"""The port that stands for any that the system draws."""
+from spartito.wire.addresses import DRAWN, Endpoint, is_loopback, split_address
+from spartito.wire.interfaces import address_of, own_address, own_addresses
+from spartito.wire.ports import is_own
+from spartito.wire.secret import Key, insecurity, key_among
 
 SYSTEM_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """Where Linux says which ports it draws."""
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where the task ``name`` listens: ``host`` is what the others are told.
-
-    ``ports`` are tried in order. ``others``: tasks on other hosts come, so that a name which
-    means the loopback here will not do. ``interface`` is the address to listen at where ``host``
-    is none of this machine; "" stands for all interfaces.
-    """
-
-    name: str
-    host: str
-    ports: tuple[int, ...]
-    others: bool = True
-    interface: str = ""
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether only one port will do, as the others know it already."""
-        return len(self.ports) == 1 and self.ports[0] != DRAWN
 
 
 def port_range(env: Mapping[str, str] = os.environ) -> range | None:
@@ -72,8 +49,7 @@ def chosen_interface(env: Mapping[str, str] = os.environ) -> str:
         return given
     if found := address_of(given):
         return found
-    known = {name: address_of(name) for _, name in socket.if_nameindex()}
-    listed = ", ".join(f"{name} ({address})" for name, address in known.items() if address)
+    listed = ", ".join(f"{name} ({address})" for name, address in own_addresses().items())
     raise UserError(
         f"{ENV_INTERFACE}={given!r} is no interface of this machine and no address of one",
         f"Known: {listed}.",
@@ -161,3 +137,24 @@ def _routed(spec: ClusterSpec) -> str:
     known = [address for tasks in spec.addresses.values() for address in tasks if address]
     hosts = dict.fromkeys(split_address(address)[0] for address in known)
     return own_address(*split_address(spec.rendezvous or ""), others=list(hosts))
+
+
+def job_key(cluster: ClusterSpec, env: Mapping[str, str] | None = None) -> Key:
+    """The key by which the tasks of ``cluster`` know each other.
+
+    It is `NO_SECRET` where the environment names none.
+    """
+    return key_among(open_hosts(cluster), env)
+
+
+def warn_if_open(cluster: ClusterSpec, env: Mapping[str, str] | None = None) -> None:
+    """Have the chief say what others could do to the job of ``cluster``, if anything."""
+    if cluster.is_chief and (said := insecurity(open_hosts(cluster), env)):
+        warn("%s", said)
+
+
+def open_hosts(cluster: ClusterSpec) -> list[str]:
+    """Where tasks listen that others than this machine reach, as far as addresses tell."""
+    addresses = [address for tasks in cluster.addresses.values() for address in tasks]
+    hosts = [split_address(one)[0] for one in (*addresses, cluster.rendezvous) if one]
+    return [host for host in hosts if not is_loopback(host)]

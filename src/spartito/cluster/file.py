@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from spartito.cluster.interfaces import is_here
 from spartito.cluster.listed import ENV_TASK, named_task, roles_of, spec_of
-from spartito.cluster.spec import ClusterSpec, Task, canonical, split_address
+from spartito.cluster.spec import ClusterSpec, Task
 from spartito.errors import UserError
+from spartito.wire.addresses import canonical, split_address
+from spartito.wire.interfaces import is_here, own_name
 
 VARIABLE = "SPARTITO_CLUSTER"
 EXAMPLE = "worker: [a:29500, b:29500]"
@@ -46,7 +46,7 @@ def is_this_machine(host: str) -> bool:
 
     The own name alone would not do: on Debian it means 127.0.1.1, and the file says 10.0.0.1.
     """
-    own = canonical(socket.gethostname())
+    own = canonical(own_name())
     return canonical(host) in {own, own.partition(".")[0]} or is_here(host)
 
 
@@ -73,6 +73,6 @@ def _by_host(
     ]
     if len(found) == 1:
         return found[0]
-    here = f"this machine ({socket.gethostname()})"
+    here = f"this machine ({own_name()})"
     what = f"{' and '.join(map(str, found))} are on {here}" if found else f"no task is on {here}"
     raise UserError(f"{source}: {what}", f"Say which task this is: {ENV_TASK}='worker 0'")

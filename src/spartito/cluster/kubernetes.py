@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from spartito.cluster.listed import (
     ENV_PS,
     ENV_WORKERS,
-    address,
     check_addresses,
     count,
     numbered,
@@ -20,6 +19,7 @@ from spartito.cluster.listed import (
 )
 from spartito.cluster.spec import ClusterSpec
 from spartito.errors import UserError
+from spartito.wire.addresses import address
 
 JOB = "Kubernetes' indexed Job"
 KUBEFLOW = "Kubeflow's PET_ variables"

@@ -6,19 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from spartito.cluster.spec import (
-    NO_RANK,
-    REPLICA_ROLES,
-    ROLES,
-    ClusterSpec,
-    Task,
-    canonical,
-    is_loopback,
-    machine_of,
-    split_address,
-)
+from spartito.cluster.spec import NO_RANK, REPLICA_ROLES, ROLES, ClusterSpec, Task
 from spartito.errors import UserError
 from spartito.names import nearest
+from spartito.wire.addresses import canonical, is_loopback, machine_of, split_address
 
 ENV_TASK = "SPARTITO_TASK"
 """Which task this process is, as ``worker 0``."""
@@ -155,14 +146,6 @@ def check_addresses(cluster: Mapping[str, tuple[str, ...]], source: str) -> None
             "the machine itself",
             "Give each task the name or address by which the other machines reach it.",
         )
-
-
-def address(host: str, port: int) -> str:
-    """``host:port``, an IPv6 host in brackets; `UserError` where these cannot be an address."""
-    bare = ":" in host and not host.startswith("[")
-    whole = f"[{host}]:{port}" if bare else f"{host}:{port}"
-    split_address(whole)
-    return whole
 
 
 def count(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spartito.cluster import srun
-from spartito.cluster.listed import address, count, numbered
-from spartito.cluster.spec import ClusterSpec, is_loopback
+from spartito.cluster.listed import count, numbered
+from spartito.cluster.spec import ClusterSpec
 from spartito.errors import UserError
+from spartito.wire.addresses import address, is_loopback
 
 PORT = 29_500
 """Where the processes meet unless ``MASTER_PORT`` says otherwise."""

@@ -7,18 +7,12 @@ from dataclasses import replace
 
 from spartito.cluster import mpi, srun
 from spartito.cluster.endpoints import port_range
-from spartito.cluster.listed import (
-    address,
-    check_addresses,
-    count,
-    spec_of,
-    task_of,
-    with_roles,
-)
+from spartito.cluster.listed import check_addresses, count, spec_of, task_of, with_roles
 from spartito.cluster.nodelist import expand, expand_counts
-from spartito.cluster.spec import ClusterSpec, is_loopback
+from spartito.cluster.spec import ClusterSpec
 from spartito.errors import UserError
 from spartito.names import ENV_PORTS
+from spartito.wire.addresses import address, is_loopback
 
 SOURCE = "Slurm"
 

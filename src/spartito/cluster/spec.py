@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from ipaddress import ip_address
 from typing import Self
 
 from spartito.errors import UserError
 from spartito.names import nearest
+from spartito.wire.addresses import machine_of, split_address
 
 ROLES = ("chief", "worker", "ps", "evaluator")
 """What a task can be."""
@@ -222,43 +221,3 @@ class ClusterSpec:
                 self.world_size == 1 or bool(self.rendezvous),
             ),
         ]
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """The host and the port of ``host:port`` or ``[ipv6]:port``; `UserError` if it is neither."""
-    host, colon, port = address.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    name = host[1:-1] if bracketed else host
-    if not colon or not name or (":" in name) != bracketed or not _is_host(name):
-        raise UserError(
-            f"the address {address!r} is not host:port",
-            "Write it as 10.0.0.1:29500, name:29500 or [fe80::1]:29500.",
-        )
-    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise UserError(f"the port {port!r} of {address!r} is not a number from 1 to 65535")
-    return name, int(port)
-
-
-def canonical(host: str) -> str:
-    """One spelling for each host: ``localhost`` for all that mean 127.0.0.1 or all interfaces."""
-    name = host.lower().removesuffix(".")
-    with suppress(ValueError):
-        name = str(ip_address(name))
-    return "localhost" if name in {"127.0.0.1", "::1", "0.0.0.0", "::"} else name
-
-
-def machine_of(host: str) -> str:
-    """One name for all that mean one machine, as far as ``host`` tells: loopbacks are one."""
-    return "localhost" if is_loopback(host) else canonical(host)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether ``host`` means each machine itself, so that no other machine can reach it."""
-    name = canonical(host)
-    return name == "localhost" or name.startswith("127.")
-
-
-def _is_host(name: str) -> bool:
-    labels = name.removesuffix(".").split(".")  # as names are looked up
-    odd = any(c.isspace() or c in "/@[]" for c in name)
-    return not odd and all(0 < len(label) < 64 for label in labels)

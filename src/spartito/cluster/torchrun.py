@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spartito.cluster.listed import address, count, numbered
+from spartito.cluster.listed import count, numbered
 from spartito.cluster.spec import ClusterSpec
 from spartito.errors import UserError
+from spartito.wire.addresses import address
 
 COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 VARIABLES = (*COUNTS, "MASTER_ADDR", "MASTER_PORT")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from spartito.collectives.calls import CurrentCall, code_of, dtype_of, encode, mismatch
-from spartito.collectives.waiting import Waiting
 from spartito.errors import SpartitoError, UserError
+from spartito.waiting import Waiting
 
 Piggybacked = tuple[float, ...]
 MAX_PIGGYBACKED = 24

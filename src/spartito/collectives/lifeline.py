@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 
-from spartito.cluster.store.client import Connection, Store
+from spartito.cluster.store.client import Held, Store
 from spartito.errors import SpartitoError
 
 AGAIN = 0.1
@@ -27,14 +27,14 @@ class Lifeline:
     def __init__(self, store: Store, token: str) -> None:
         self._store, self._key = store, f"{LIVES}{token}"
         self._closed = threading.Event()
-        self._connection: Connection | None = store.hold(self._key)
+        self._connection: Held | None = store.hold(self._key)
         threading.Thread(target=self._keep, name="spartito-lifeline", daemon=True).start()
 
     def close(self) -> None:
         """Let go. May be called again."""
         self._closed.set()
         if (connection := self._connection) is not None:
-            connection.end()
+            connection.close()
 
     def _keep(self) -> None:
         while not self._closed.is_set():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import time
 import weakref
 from collections import Counter
@@ -15,22 +14,25 @@ from functools import partial
 import msgspec
 import torch.distributed as dist
 
-from spartito.cluster.endpoints import rendezvous_endpoint
+from spartito.cluster.endpoints import rendezvous_endpoint, warn_if_open
 from spartito.cluster.recovery import Recovery
-from spartito.cluster.secret import Key, key_at, warn_if_open
-from spartito.cluster.spec import ClusterSpec, is_loopback, split_address
+from spartito.cluster.spec import ClusterSpec
 from spartito.cluster.store.client import Store
 from spartito.cluster.store.server import Server
 from spartito.collectives.generations import Card, Generation
 from spartito.collectives.lifeline import Lifeline
 from spartito.collectives.regrouping import REPLY, Assembly, keys_of
-from spartito.collectives.sockets import RETRY_SECONDS, dial, listen
 from spartito.collectives.store import KeyValues, Membership, ask, lost_with, quiet_torch
 from spartito.collectives.torch_store import OfTorch
-from spartito.collectives.waiting import Waiting
 from spartito.errors import TaskLostError
 from spartito.life import Life
 from spartito.names import ENV_STORE
+from spartito.waiting import Waiting
+from spartito.wire.addresses import is_loopback, split_address
+from spartito.wire.dialing import dial
+from spartito.wire.limits import RETRY_SECONDS
+from spartito.wire.listening import listen
+from spartito.wire.secret import Key, key_at
 
 _visits = Counter[int | None]()  # of this process so far: to the job's store, or a keeper's own
 
@@ -125,6 +127,7 @@ def meet(
                     f"another process has come to {host}:{port} as {names[cluster.rank]}",
                     "Each task is one process: give this one a rank or an address of its own.",
                 )
+        store.close()
         store = None
         time.sleep(RETRY_SECONDS)
     _sign_in(meeting, cluster, names, end, limit)
@@ -187,11 +190,7 @@ def kept_here(cluster: ClusterSpec, name: str, limit: float, key: Key) -> Store:
 
 def _at(host: str, port: int, name: str, limit: float, key: Key, keeps: object = None) -> Store:
     """The store at an address where it is kept already."""
-
-    def connect(seconds: float) -> socket.socket:
-        return socket.create_connection((host, port), seconds)
-
-    return Store(connect, key, limit, f"{name} at {host}:{port}", keeps)
+    return Store(host, port, key, limit, f"{name} at {host}:{port}", keeps)
 
 
 def _of_agent(host: str, port: int, limit: float) -> OfTorch:

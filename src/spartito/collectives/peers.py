@@ -10,16 +10,17 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 
-from spartito.cluster.acceptor import Acceptor
-from spartito.cluster.connection import Connection
-from spartito.cluster.endpoints import Endpoint
-from spartito.cluster.handshake import GREETING_SECONDS, read
-from spartito.cluster.listed import address
-from spartito.cluster.secret import NO_SECRET, Key
-from spartito.collectives.sockets import listen, reach
 from spartito.collectives.store import Membership
 from spartito.errors import TaskLostError
 from spartito.forks import keep_from_forks
+from spartito.wire.acceptor import Acceptor
+from spartito.wire.addresses import Endpoint, address
+from spartito.wire.dialing import reach
+from spartito.wire.handshake import read
+from spartito.wire.limits import GREETING_SECONDS
+from spartito.wire.listening import listen
+from spartito.wire.secret import NO_SECRET, Key
+from spartito.wire.streams import Connection
 
 LOOK = 0.5  # seconds between two looks who lives
 SOON = 10.0
@@ -50,7 +51,7 @@ def connect_all(
             where, card = address(endpoint.host, port), f"{endpoint.host} {port} {token}"
             acceptor = Acceptor(
                 listener,
-                partial(_read_rank, came=came),
+                partial(_read_rank, came=came, before=group.rank),
                 key=key,
                 purpose=_purpose(group, token),
                 name=group.names[group.rank],
@@ -113,14 +114,16 @@ def _call(card: str, group: Membership, other: int, key: Key) -> Connection:
     return connection
 
 
-def _read_rank(caller: Connection, came: queue.Queue[tuple[int, Connection]]) -> None:
-    """Read which rank a caller has that knows the job's key."""
+def _read_rank(caller: Connection, came: queue.Queue[tuple[int, Connection]], before: int) -> None:
+    """Read which rank ``before`` ours a caller has that knows the job's key."""
     try:
-        data = read(caller, RANK.size, time.monotonic() + GREETING_SECONDS)
+        (rank,) = RANK.unpack(read(caller, RANK.size, time.monotonic() + GREETING_SECONDS))
     except OSError:
-        caller.close()
+        rank = before
+    if rank < before:
+        came.put((rank, caller))
     else:
-        came.put((RANK.unpack(data)[0], caller))
+        caller.close()
 
 
 def _accept_earlier(

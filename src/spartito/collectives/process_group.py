@@ -30,9 +30,9 @@ from spartito.collectives.liveness import GRACE, LivenessCheck
 from spartito.collectives.store import Membership
 from spartito.collectives.tcp import HALF
 from spartito.collectives.torch_store import for_torch
-from spartito.collectives.waiting import HalfTime
 from spartito.errors import SpartitoError, install_excepthook
 from spartito.heartbeat import resume, waits
+from spartito.waiting import HalfTime
 
 GLOO_AT_ADDRESS = "gloo_at_address"
 """gloo as a backend that takes options: torch drops those that are given to its own "gloo", which

@@ -15,12 +15,11 @@ from spartito.cluster.endpoints import (
     check_drawn,
     chosen_interface,
     group_endpoint,
+    job_key,
     peer_endpoint,
 )
-from spartito.cluster.interfaces import interface_of
 from spartito.cluster.limits import time_limit
 from spartito.cluster.recovery import Recovery
-from spartito.cluster.secret import check_secrets, fingerprint, job_key, read_secret
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.generations import cluster_of
@@ -38,6 +37,8 @@ from spartito.device import cgroup_quota
 from spartito.errors import TaskLostError, UserError
 from spartito.heartbeat import CONNECT, RECOVER, during, in_generation, keep_files
 from spartito.names import nearest
+from spartito.wire.interfaces import interface_of
+from spartito.wire.secret import check_secrets, fingerprint, read_secret
 
 COMMUNICATION = ("auto", "ddp", "process_group", "sockets")
 WORLD = "world"

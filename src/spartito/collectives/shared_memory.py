@@ -38,10 +38,10 @@ from spartito.collectives.lives import Lives
 from spartito.collectives.segment import Segment
 from spartito.collectives.slices import Slices
 from spartito.collectives.store import Membership
-from spartito.collectives.waiting import Waiting
 from spartito.device import affinity, own_cgroup
 from spartito.errors import TaskLostError, UserError
 from spartito.heartbeat import dump_stacks, last_words, resume, waits
+from spartito.waiting import Waiting
 
 LINE = 64  # bytes of a cache line: no two ranks write into the same one
 CELL = LINE + -(-MAX_PIGGYBACKED * 8 // LINE) * LINE  # of each rank: its flags, its scalars

@@ -15,7 +15,6 @@ from typing import Protocol, Self, TypeVar
 import torch
 
 from spartito.cluster.store.client import FencedError, StoreError, StoreSilentError
-from spartito.collectives.waiting import Waiting
 from spartito.errors import (
     EXIT_TASK_LOST,
     MismatchedCallsError,
@@ -23,6 +22,7 @@ from spartito.errors import (
     TaskLostError,
 )
 from spartito.log import TORCH_LEVEL
+from spartito.waiting import Waiting
 
 T = TypeVar("T")
 

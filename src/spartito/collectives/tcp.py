@@ -8,38 +8,33 @@ directions at once.
 
 from __future__ import annotations
 
-import errno
 import select
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from spartito.cluster.connection import Connection, rest
-from spartito.cluster.endpoints import Endpoint
-from spartito.cluster.secret import NO_SECRET, Key
 from spartito.collectives.collective import Collective, Piggybacked, Reducer, left
 from spartito.collectives.liveness import LivenessCheck
 from spartito.collectives.peers import close_all, connect_all
 from spartito.collectives.store import Membership
-from spartito.collectives.waiting import Waiting
 from spartito.errors import SpartitoError, UserError
 from spartito.heartbeat import resume, waits
+from spartito.waiting import Waiting
+from spartito.wire.addresses import Endpoint
+from spartito.wire.flow import Flow, Views
+from spartito.wire.secret import NO_SECRET, Key
+from spartito.wire.streams import Connection, disconnect
 
 SMALL = 64 << 10  # bytes that a rank may send to have a tensor added up as a whole by all
-MAX_BUFFERS = 512  # of one system call; the system takes 1024
 MAX_WAIT = 1e6  # seconds of one poll
 HEAD = 8  # bytes in front of each message: the number of the call that it is part of
 HALF = (torch.bfloat16, torch.float16)
 FIRST_LOOK, LOOK = 0.5, 0.25  # seconds of a wait until one looks who lives, and until the next
 ALIGNED = 64  # bytes: where a part of the scratch memory may begin
-
-Views = list[memoryview]
 
 
 def slices(numel: int, world_size: int) -> list[slice]:
@@ -57,23 +52,21 @@ class Swap:
     into: Views
 
 
-class Flow:
-    """What is left of a swap, on its way, behind the number of the call that it is part of."""
+class Swapped(Flow):
+    """A swap on its way, behind the number of the call that it is part of."""
 
-    __slots__ = ("_connection", "_head", "_into", "_left", "_out", "peer")
+    __slots__ = ("_head", "peer")
 
     def __init__(self, swap: Swap, connection: Connection, head: bytes) -> None:
         self.peer = swap.peer
-        self._connection = connection
         self._head = bytearray(HEAD)
-        self._left = HEAD
-        self._out = [memoryview(head), *swap.out]
-        self._into = [memoryview(self._head), *swap.into]
+        out, into = [memoryview(head), *swap.out], [memoryview(self._head), *swap.into]
+        super().__init__(connection, out, into)
 
     @property
     def head(self) -> bytearray | None:
         """The number that the peer sent, None before it is here."""
-        return None if self._left else self._head
+        return self._head if self.received >= HEAD else None
 
     def move(self) -> int:
         """Move what goes without waiting, and return the events to wait for: 0 when all is done.
@@ -81,21 +74,11 @@ class Flow:
         Raises `OSError` if the peer closed the connection.
         """
         try:
-            with suppress(BlockingIOError):
-                while self._out:
-                    self._out = rest(self._out, self._connection.sendmsg(self._out[:MAX_BUFFERS]))
+            self.send()
         finally:  # of a peer that has left too: what it sent before says why
-            self._receive()
-        return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._into else 0)
-
-    def _receive(self) -> None:
-        with suppress(BlockingIOError):
-            while self._into:
-                count = self._connection.recv_into(self._into[0])
-                if not count:
-                    raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
-                self._into = rest(self._into, count)
-                self._left = max(0, self._left - count)
+            while self.into and self.receive():
+                pass
+        return (select.POLLOUT if self.out else 0) | (select.POLLIN if self.into else 0)
 
 
 class SocketCollective(Collective):
@@ -171,8 +154,7 @@ class SocketCollective(Collective):
     def interrupt(self) -> None:
         self._liveness.close()
         for connection in self._connections.values():
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            disconnect(connection)
 
     def abort(self, error: SpartitoError) -> None:
         self._liveness.leave(error, self.close)
@@ -197,7 +179,7 @@ class SocketCollective(Collective):
         began, before = time.perf_counter(), waits()
         head = self.current_call.tag.to_bytes(HEAD, "little")
         flows = {
-            self._connections[swap.peer].fileno(): Flow(swap, self._connections[swap.peer], head)
+            self._connections[swap.peer].fileno(): Swapped(swap, self._connections[swap.peer], head)
             for swap in swaps
         }
         waiter = select.poll()
@@ -246,7 +228,7 @@ class SocketCollective(Collective):
             self._scratch = torch.empty(starts[-1], dtype=torch.uint8)
         return [self._scratch[start:][:size] for start, size in zip(starts, sizes, strict=False)]
 
-    def _wait(self, waiter: select.poll, flows: Mapping[int, Flow]) -> list[int]:
+    def _wait(self, waiter: select.poll, flows: Mapping[int, Swapped]) -> list[int]:
         """The flows that can move; none after the time limit."""
         limit = min(self.timeout, MAX_WAIT)
         waited = 0.0

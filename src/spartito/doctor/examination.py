@@ -13,15 +13,7 @@ from math import inf
 import msgspec
 
 from spartito.cluster import ClusterSpec, resolve
-from spartito.cluster.endpoints import (
-    DRAWN,
-    Endpoint,
-    peer_endpoint,
-    port_range,
-    training_endpoints,
-)
-from spartito.cluster.secret import key_among, open_hosts
-from spartito.cluster.spec import split_address
+from spartito.cluster.endpoints import open_hosts, peer_endpoint, port_range, training_endpoints
 from spartito.doctor.facts import network
 from spartito.doctor.facts.machine import collect
 from spartito.doctor.findings import Findings, Port, Target, addresses_of
@@ -30,8 +22,11 @@ from spartito.doctor.probe.participant import follow
 from spartito.doctor.report import closing, show
 from spartito.doctor.rules.judge import judge
 from spartito.doctor.transport.messages import End
-from spartito.doctor.transport.server import ANYWHERE, DoctorServer, open_server
+from spartito.doctor.transport.server import DoctorServer, open_server
 from spartito.errors import UserError
+from spartito.wire.addresses import DRAWN, Endpoint, split_address
+from spartito.wire.listening import EVERYWHERE
+from spartito.wire.secret import key_among
 
 TIMEOUT = 10.0
 """Seconds that an examination may take."""
@@ -146,7 +141,7 @@ def _open(
     meeting = network.resolve_names([candidates[0].host], end)[0]
     coordinates = str(spec.task) == candidates[0].task
     if not meeting.addresses and not coordinates and not spec.address_of(spec.task):
-        endpoints = [Endpoint(str(spec.task), ANYWHERE, (DRAWN,), others=False)]
+        endpoints = [Endpoint(str(spec.task), EVERYWHERE, (DRAWN,), others=False)]
     else:
         endpoints = training_endpoints(spec, env, group=process_group)
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -155,7 +150,7 @@ def _open(
         at_meeting = coordinates and endpoint.is_fixed
         spare = [candidate.port for candidate in candidates[1:]] if at_meeting else []
         server, port = open_server(endpoint, end, spare, agent=agent and at_meeting, key=key)
-        host = "" if endpoint.host == ANYWHERE else endpoint.host
+        host = "" if endpoint.host == EVERYWHERE else endpoint.host
         found.append(Opened(server, host, None if endpoint.ports == (DRAWN,) else port))
     return found
 

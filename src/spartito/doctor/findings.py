@@ -8,8 +8,9 @@ from statistics import median
 
 import msgspec
 
-from spartito.cluster.spec import REPLICA_ROLES, ROLES, machine_of, split_address
+from spartito.cluster.spec import REPLICA_ROLES, ROLES
 from spartito.collectives.placement import calls
+from spartito.wire.addresses import machine_of, split_address
 
 SLOW_FACTOR = 5.0
 """A connection is slow when it takes so many times what the median one takes."""
@@ -138,6 +139,7 @@ class Outcome(StrEnum):
     SILENT = "silent"
     OTHER_PROGRAM = "other program"
     OTHER_SECRET = "other secret"
+    OTHER_RELEASE = "other release"
     CLOSED = "closed"
     OTHER_TASK = "other task"
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Protocol
 
 from spartito.cluster.limits import notice_limit
-from spartito.cluster.secret import in_file
 from spartito.errors import UserError
 from spartito.heartbeat import SIZE, Beat, file_of, life_of, stacks_file
 from spartito.launch.watch import Seen, Watch
 from spartito.names import ENV_HEARTBEAT, ENV_STACKS
+from spartito.wire.secret import in_file
 
 MEMORY = "/dev/shm"
 SHOWN = 4

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import replace
 
-from spartito.cluster.endpoints import DRAWN, port_range
-from spartito.cluster.listed import address
-from spartito.cluster.ports import is_own
-from spartito.cluster.secret import read_secret, without_secret
-from spartito.cluster.spec import is_loopback
-from spartito.errors import UserError
+from spartito.cluster.endpoints import port_range
 from spartito.launch.roles import HOST
 from spartito.names import ENV_STORE
+from spartito.wire.addresses import DRAWN, Endpoint, address
+from spartito.wire.listening import EVERYWHERE, UnresolvedError, open_listener
+from spartito.wire.secret import read_secret, without_secret
+from spartito.wire.streams import Socket
 
 
 @contextmanager
@@ -52,18 +51,10 @@ def kept_store(
         keeper.communicate()
 
 
-def _listener(host: str, ports: Sequence[int]) -> socket.socket:
+def _listener(host: str, ports: Sequence[int]) -> Socket:
     """A socket at the first free one of ``ports``, where ``host`` is, else on all interfaces."""
-    means = ""
-    with suppress(OSError):
-        means = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    is_here = means and is_own(means) and (is_loopback(host) or not is_loopback(means))
-    family = socket.AF_INET6 if ":" in means else socket.AF_INET
-    for port in ports:
-        with suppress(OSError):
-            return socket.create_server((means if is_here else "", port), family=family)
-    raise UserError(
-        f"the job's store cannot listen at {host}: none of the ports {min(ports)}-{max(ports)} is "
-        "free",
-        "End the programs that have them, or allow more: --ports, SPARTITO_PORTS.",
-    )
+    endpoint = Endpoint("the job's store", host, tuple(ports))
+    try:
+        return open_listener(endpoint, 0.0).listener
+    except UnresolvedError:  # the others may know the name, and come by any interface
+        return open_listener(replace(endpoint, host=EVERYWHERE), 0.0).listener

@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spartito.cluster import Task, tf_config
-from spartito.cluster.endpoints import port_range
+from spartito.cluster.endpoints import open_hosts, port_range
 from spartito.cluster.listed import ENV_ADDRESS
-from spartito.cluster.ports import free_port, free_ports
 from spartito.cluster.resolver import Joined, joined
-from spartito.cluster.secret import open_hosts, with_secret
-from spartito.cluster.spec import NO_RANK, REPLICA_ROLES, is_loopback, split_address
+from spartito.cluster.spec import NO_RANK, REPLICA_ROLES
 from spartito.device import available_cores
 from spartito.errors import UserError
 from spartito.launch.gpus import count_gpus
@@ -30,6 +28,9 @@ from spartito.launch.supervisor import supervise
 from spartito.launch.throttle import fractions_of, slow_tasks
 from spartito.log import TORCH_LEVEL
 from spartito.names import ENV_SNAPSHOT_DIR
+from spartito.wire.addresses import is_loopback, split_address
+from spartito.wire.ports import free_port, free_ports
+from spartito.wire.secret import with_secret
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
 """glibc's settings: keep what tensors free, so that the next step finds its pages in place.

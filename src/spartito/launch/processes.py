@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spartito.cluster.limits import time_limit
-from spartito.cluster.secret import insecurity
 from spartito.errors import UserError
 from spartito.folders import check_free
 from spartito.launch.job import JobSpec, option
@@ -18,6 +17,7 @@ from spartito.launch.process import Failure, Process, with_logs
 from spartito.launch.recovering import Recovering
 from spartito.launch.roles import Roles
 from spartito.names import ENV_RECOVERY, ENV_RUN_DIR, nearest
+from spartito.wire.secret import insecurity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 
-from spartito.cluster.secret import without_secret
 from spartito.errors import SpartitoError, UserError, show
 from spartito.names import nearest
+from spartito.wire.secret import without_secret
 
 FULL = 1.0
 """The fraction of a task that is not slowed down."""

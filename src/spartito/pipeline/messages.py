@@ -13,8 +13,7 @@ from spartito.backend.machine import OneMachine
 from spartito.backend.machines import SeveralMachines
 from spartito.backend.operations import Alone, Operations
 from spartito.backend.wire import Wire
-from spartito.cluster.endpoints import peer_endpoint
-from spartito.cluster.secret import job_key
+from spartito.cluster.endpoints import job_key, peer_endpoint
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.calls import code_of, dtype_of
 from spartito.collectives.collective import Traffic

@@ -18,13 +18,10 @@ from msgspec import structs
 from torch import nn
 from torch.optim import Optimizer
 
-from spartito.cluster.endpoints import rendezvous_endpoint, server_endpoint
-from spartito.cluster.handshake import prove
+from spartito.cluster.endpoints import job_key, rendezvous_endpoint, server_endpoint, warn_if_open
 from spartito.cluster.recovery import Recovery
-from spartito.cluster.secret import job_key, warn_if_open
-from spartito.cluster.spec import ClusterSpec, Task, split_address
+from spartito.cluster.spec import ClusterSpec, Task
 from spartito.collectives.shared_memory import host_key, supported
-from spartito.collectives.sockets import dial, listen
 from spartito.collectives.versions import Versions
 from spartito.errors import SpartitoError, UserError
 from spartito.log import note
@@ -44,7 +41,6 @@ from spartito.ps.protocol.options import settings
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.protocol.runtime import Channel
 from spartito.ps.protocol.slots import is_elementwise, merge_state, slots, split_state
-from spartito.ps.protocol.wire import Wire
 from spartito.ps.protocol.work import WorkSource
 from spartito.ps.scheduler.coordinator import Coordinator
 from spartito.ps.scheduler.journal import FileJournal, Journal, NoJournal
@@ -58,6 +54,11 @@ from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
 from spartito.ps.server.update_log import PushLog
 from spartito.storage.private import private_directory
+from spartito.wire.addresses import split_address
+from spartito.wire.dialing import dial
+from spartito.wire.frames import Wire
+from spartito.wire.handshake import prove
+from spartito.wire.listening import listen
 
 
 @dataclass(frozen=True, slots=True)

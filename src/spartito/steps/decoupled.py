@@ -9,7 +9,7 @@ from math import isfinite, nan
 from torch import nn
 from torch.optim import Optimizer
 
-from spartito.cluster.spec import ClusterSpec, Task, split_address
+from spartito.cluster.spec import ClusterSpec, Task
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.errors import UserError
 from spartito.local.outer import Outer, choose, make_outer
@@ -24,6 +24,7 @@ from spartito.local.plan import (
 from spartito.log import warn
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.scheduler.gathering import Done
+from spartito.wire.addresses import split_address
 
 EVERY = 20
 GROUP_LOSS, GROUP_MERGES, BYTES = "loss_of_group_", "merges_of_group_", "bytes_between_groups"

@@ -15,7 +15,7 @@ from math import inf
 
 import torch
 
-from spartito.cluster.spec import ClusterSpec, Task, machine_of, split_address
+from spartito.cluster.spec import ClusterSpec, Task
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.liveness import LivenessCheck
 from spartito.collectives.rendezvous import Rendezvous
@@ -23,6 +23,7 @@ from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.errors import EXIT_TASK_LOST, SpartitoError, TaskLostError, UserError
 from spartito.heartbeat import in_group, resume, waits
 from spartito.local.plan import Members
+from spartito.wire.addresses import machine_of, split_address
 
 NAME = "group"
 """Of its collective, in errors."""

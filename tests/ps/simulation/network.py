@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from greenlet import GreenletExit
 
-from spartito.ps.protocol.wire import Gone, ProtocolError
+from spartito.wire.frames import Gone, ProtocolError
 from tests.ps.simulation.scheduler import Process, Simulation, Task
 
 ENCODE = msgspec.msgpack.Encoder().encode

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 from contextlib import closing
 from pathlib import Path
 
-from spartito.cluster.secret import key_at
-from spartito.cluster.spec import is_loopback, split_address
 from spartito.cluster.store.journal import Journal
 from spartito.cluster.store.server import Server
 from spartito.names import ENV_SECRET
+from spartito.wire.addresses import is_loopback, split_address
+from spartito.wire.listening import bound
+from spartito.wire.secret import key_at
+from spartito.wire.streams import Socket
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
@@ -31,13 +32,13 @@ def main() -> None:
     if not what.isdigit():
         host, port = split_address(where)
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # in the server's thread too
-        listener = socket.create_server((host if is_loopback(host) else "", port))
+        listener = bound(host if is_loopback(host) else "", port)
         journal = Journal(Path(what))
         with closing(Server(listener, key_at(host), "the store", journal=journal)):
             signal.sigwait(ENDING)
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # that is for the launcher, which ends us
-    listener = socket.socket(fileno=int(what))
+    listener = Socket(fileno=int(what))
     env = {**os.environ, ENV_SECRET: sys.stdin.readline()}
     with closing(Server(listener, key_at(where, env), "the launcher")):
         sys.stdin.read()

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import socket
-import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from copy import copy
 
-from spartito.cluster.reach import look_after
-from spartito.cluster.secret import Key
 from spartito.cluster.store.protocol import (
-    HEAD,
-    HELLO,
-    MAGIC,
+    PURPOSE,
     RETIRED,
     Add,
     Delete,
     Gather,
     Hold,
     Keys,
-    OtherSecretError,
-    ProtocolError,
     Reply,
     Request,
     Retire,
     Set,
     Swap,
-    hello,
-    reply_of,
-    seals,
-    size_of,
 )
-from spartito.cluster.tls import ALERT, Encrypted
-from spartito.errors import SpartitoError, UserError
-from spartito.forks import keep_from_forks
-from spartito.names import ENV_TLS
+from spartito.errors import SpartitoError
+from spartito.wire.dialing import connect
+from spartito.wire.frames import ProtocolError, TooLongError, Wire
+from spartito.wire.handshake import prove
+from spartito.wire.limits import LONG_HEADER
+from spartito.wire.secret import Key
+from spartito.wire.streams import keep_alive
 
 
 class StoreError(SpartitoError):
@@ -64,77 +55,23 @@ class FencedError(StoreError):
     """The keys are of a generation that is over: the others have gone on."""
 
 
-class StoreSecretError(UserError):
-    """The store does not know the secret of this task."""
+class Held:
+    """A connection to a store, as long as which a key has its value."""
 
-
-class OtherStoreError(UserError):
-    """What listens there is no store."""
-
-
-class Connection:
-    """One connection to a store, for one request at a time.
-
-    Owns the socket ``connected``. Both ends have to say their first words until ``end`` of
-    `time.monotonic`.
-    """
-
-    def __init__(self, connected: socket.socket, key: Key, end: float) -> None:
-        self._socket: socket.socket | Encrypted = connected
-        keep_from_forks(connected.fileno())
-        own = hello()
-        try:
-            if key.encrypts:
-                self._socket = Encrypted(connected, key.secret, listens=False, end=end)
-            self._send(own, end)
-            magic = self._receive(len(MAGIC), end)
-            if magic == ALERT[: len(MAGIC)]:
-                raise OtherStoreError("encrypts what it sends, and this task does not")
-            if magic != MAGIC:
-                raise OtherStoreError("is no store of Spartito: another program replies there")
-            theirs = magic + self._receive(HELLO - len(MAGIC), end)
-        except BaseException:
-            connected.close()
-            raise
-        self._out, self._in = seals(key.secret, own, theirs)
-
-    def ask(self, request: Request, end: float) -> Reply:
-        """The reply to ``request``, which has to come until ``end`` of `time.monotonic`."""
-        self._send(self._out.close(request), end)
-        head = self._receive(HEAD, end)
-        body = self._receive(size_of(head), end)
-        return reply_of(self._in.open(head, body))
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
 
     def outlast(self) -> None:
-        """Return when the store closes it, or when `end` does."""
-        self._socket.settimeout(None)
-        with suppress(OSError):
-            self._socket.recv(1)
-
-    def end(self) -> None:
-        """End it, also for a thread that waits in `outlast`."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        """Return when the store closes it, or when `close` does."""
+        self._wire.timeout = None
+        with suppress(OSError, ProtocolError):
+            self._wire.receive()
 
     def close(self) -> None:
-        """Close it."""
-        self._socket.close()
+        """End it, also for a thread that waits in `outlast`. May be called again."""
+        self._wire.close()
 
     __del__ = close
-
-    def _send(self, data: bytes, end: float) -> None:
-        self._socket.settimeout(max(0.001, end - time.monotonic()))
-        self._socket.sendall(data)
-
-    def _receive(self, size: int, end: float) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            self._socket.settimeout(max(0.001, end - time.monotonic()))
-            more = self._socket.recv(size - len(data))
-            if not more:
-                raise ConnectionResetError("it closed the connection")
-            data += more
-        return bytes(data)
 
 
 class Store:
@@ -142,10 +79,12 @@ class Store:
 
     Every call ends: with its result, or after ``limit`` seconds (beyond those that it is told to
     wait for values) with `StoreGoneError`. All of them raise `FencedError` where the prefix was
-    retired, and `StoreSecretError` where the store knows another secret.
+    retired, and `UserError` where what listens there is no store, of another release, or of
+    another secret.
 
     Args:
-        connect: Makes a connected socket within the seconds that it gets, or raises `OSError`.
+        host: Where it is.
+        port: The same.
         key: The job's.
         limit: Seconds in which the store has to reply.
         name: What errors call it.
@@ -154,15 +93,17 @@ class Store:
 
     def __init__(
         self,
-        connect: Callable[[float], socket.socket],
+        host: str,
+        port: int,
         key: Key,
         limit: float,
         name: str = "the store",
         keeps: object = None,
     ) -> None:
-        self._connect, self._key, self._limit, self._name = connect, key, limit, name
+        self._host, self._port, self._key = host, port, key
+        self._limit, self._name = limit, name
         self._prefix, self._keeps = "", keeps
-        self._idle: list[Connection] = []
+        self._idle: list[Wire] = []
         self._lock = threading.Lock()
 
     def under(self, prefix: str) -> Store:
@@ -219,17 +160,17 @@ class Store:
         """The values of all keys that begin with ``prefix``."""
         return self._found(self._ask(Keys(self._prefix + prefix)))
 
-    def hold(self, key: str) -> Connection:
+    def hold(self, key: str) -> Held:
         """Give ``key`` an empty value as long as the connection that is returned stays open."""
         end = time.monotonic() + self._limit
-        try:
-            connected = self._connect(self._limit)
-            look_after(connected)
-            connection = Connection(connected, self._key, end)
-            connection.ask(Hold(self._prefix + key, b""), end)
-        except Exception as error:
-            raise self._meaning(error, 0.0) from error
-        return connection
+        with self._meaning(self._limit):
+            wire = self._connected(end, watched=True)
+            try:
+                _ask(wire, Hold(self._prefix + key, b""), end)
+            except BaseException:
+                wire.close()
+                raise
+        return Held(wire)
 
     def retire(self, prefix: str) -> None:
         """Forget all below ``prefix``, and refuse it to everybody from now on."""
@@ -247,14 +188,15 @@ class Store:
 
     def _ask(self, request: Request, seconds: float = 0.0) -> Reply:
         end = time.monotonic() + seconds + self._limit
-        connection = self._take(end)
-        try:
-            reply = connection.ask(request, end)
-        except BaseException as error:
-            connection.close()
-            raise self._meaning(error, seconds) from error
+        with self._meaning(seconds + self._limit):
+            wire = self._take(end)
+            try:
+                reply = _ask(wire, request, end)
+            except BaseException:
+                wire.close()
+                raise
         with self._lock:
-            self._idle.append(connection)
+            self._idle.append(wire)
         if reply.refused == RETIRED:
             raise FencedError(
                 "the others have gone on without this task",
@@ -264,37 +206,41 @@ class Store:
             raise StoreError(f"{self._name} refused a request: {reply.refused}")
         return reply
 
-    def _take(self, end: float) -> Connection:
+    def _take(self, end: float) -> Wire:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        seconds = max(0.01, end - time.monotonic())
-        try:
-            return Connection(self._connect(seconds), self._key, end)
-        except (OSError, OtherStoreError) as error:
-            raise self._meaning(error, 0.0) from error
+        return self._connected(end)
 
-    def _meaning(self, error: BaseException, seconds: float) -> BaseException:
-        """What a user is told of it."""
-        match error:
-            case OtherSecretError() | ssl.SSLCertVerificationError():
-                return StoreSecretError(
-                    f"{self._name} does not know the secret of this task: it is of another job, "
-                    "was given another SPARTITO_SECRET, or runs another Spartito",
-                    "Give all tasks the same SPARTITO_SECRET or SPARTITO_SECRET_FILE, or none; "
-                    "two jobs need different ports.",
-                )
-            case OtherStoreError():
-                return OtherStoreError(
-                    f"{self._name} {error}",
-                    f"Correct the address, or end that program; all tasks need the same {ENV_TLS}.",
-                )
-            case ssl.SSLError():
-                return self._meaning(
-                    OtherStoreError("does not encrypt what it sends, or is no store"), seconds
-                )
-            case TimeoutError():
-                return StoreSilentError(self._name, seconds + self._limit)
-            case OSError() | ProtocolError():
-                return StoreGoneError(f"{self._name} is gone")
-        return error
+    def _connected(self, end: float, watched: bool = False) -> Wire:
+        """A new connection; ``watched``: it ends soon after the store is out of reach."""
+        below = connect(self._host, self._port, end - time.monotonic())
+        try:
+            if watched:
+                keep_alive(below)
+            wire = Wire(prove(below, self._name, self._key, PURPOSE, end), Reply)
+        except BaseException:
+            below.close()
+            raise
+        wire.header_limit = LONG_HEADER
+        return wire
+
+    @contextmanager
+    def _meaning(self, seconds: float) -> Iterator[None]:
+        """What a user is told where the store does not reply within so many ``seconds``."""
+        try:
+            yield
+        except TooLongError as error:
+            raise StoreError(str(error)) from error
+        except TimeoutError as error:
+            raise StoreSilentError(self._name, seconds) from error
+        except (OSError, ProtocolError) as error:
+            raise StoreGoneError(f"{self._name} is gone") from error
+
+
+def _ask(wire: Wire, request: Request, end: float) -> Reply:
+    """The reply to ``request``, which has to come until ``end`` of `time.monotonic`."""
+    wire.timeout = max(0.001, end - time.monotonic())
+    wire.send(request)
+    reply: Reply = wire.receive()
+    return reply

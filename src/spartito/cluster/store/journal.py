@@ -13,6 +13,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from spartito.cluster.store.protocol import Add, Delete, Request, Retire, Set, Swap, request_of
 
 HEAD = struct.Struct("<II")
@@ -45,17 +47,17 @@ class Journal:
                 yield request_of(body)
         os.truncate(self._file, whole)
 
-    def write(self, request: Request, body: bytes) -> None:
+    def write(self, request: Request) -> None:
         """Keep a request that was done.
 
         Args:
             request: It.
-            body: Its bytes.
 
         Raises:
             OSError: The disk is full: what was written of it is taken back.
         """
         if isinstance(request, CHANGES):
+            body = msgspec.msgpack.encode(request)
             record = HEAD.pack(len(body), zlib.crc32(body)) + body
             before = os.lseek(self._file, 0, os.SEEK_END)
             if os.write(self._file, record) < len(record):

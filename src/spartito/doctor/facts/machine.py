@@ -7,7 +7,6 @@ import math
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from spartito.cluster.endpoints import check_drawn
 from spartito.cluster.resolver import remarks
-from spartito.cluster.spec import NO_RANK, ClusterSpec, split_address
+from spartito.cluster.spec import NO_RANK, ClusterSpec
 from spartito.collectives.placement import PROCESS_GROUP
 from spartito.declared import declared_by
 from spartito.device import (
@@ -31,6 +30,8 @@ from spartito.doctor.facts import network
 from spartito.doctor.findings import Facts, Memory, Space
 from spartito.errors import UserError
 from spartito.registry import default_name
+from spartito.wire.addresses import split_address
+from spartito.wire.interfaces import own_name
 
 PACKAGES = ("spartito", "torch")
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -54,7 +55,7 @@ def collect(spec: ClusterSpec, env: Mapping[str, str], seconds: float) -> Facts:
     process_group = bool(gpus) or communication in PROCESS_GROUP
     return Facts(
         task=str(spec.task),
-        host=socket.gethostname(),
+        host=own_name(),
         machine=machine,
         network=f"{machine}/{_link(NETWORK)}",
         cpus=_cpus(machine, quota),

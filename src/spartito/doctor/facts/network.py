@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from spartito.cluster.interfaces import interface_of
 from spartito.doctor.findings import Name, Route
 from spartito.doctor.parallel import at_once
+from spartito.wire.interfaces import interface_of, resolve, source_address
 
 PROC = Path("/proc")
 LISTENS = "0A"
@@ -37,17 +36,6 @@ def routes(names: Iterable[Name]) -> list[Route]:
     return found
 
 
-def source_address(address: str) -> str:
-    """Our own address on the way to ``address``, "" where there is no way."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))  # of a datagram socket: only the route is looked up
-        except OSError:
-            return ""
-        return str(probe.getsockname()[0])
-
-
 def holder_of(port: int, proc: Path = PROC) -> str:
     """Which program listens on ``port``, as ``nginx (process 12)``; "" if unknown.
 
@@ -69,10 +57,9 @@ def holder_of(port: int, proc: Path = PROC) -> str:
 
 def _resolve(host: str) -> Name:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return Name(host, resolve(host))
     except (OSError, UnicodeError) as error:
         return Name(host, error=str(getattr(error, "strerror", None) or error))
-    return Name(host, list(dict.fromkeys(str(entry[4][0]) for entry in found)))
 
 
 def _listening(port: int, proc: Path) -> Iterable[str]:

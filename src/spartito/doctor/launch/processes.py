@@ -12,8 +12,6 @@ from dataclasses import replace
 import msgspec
 
 from spartito.cluster.endpoints import port_range
-from spartito.cluster.ports import free_port
-from spartito.cluster.secret import with_secret
 from spartito.doctor.examination import TIMEOUT, checked
 from spartito.doctor.findings import Findings
 from spartito.doctor.report import show
@@ -24,6 +22,8 @@ from spartito.launch.local import Position, environments
 from spartito.launch.process import Patience, Process
 from spartito.launch.supervisor import supervise
 from spartito.names import ENV_SNAPSHOT_DIR
+from spartito.wire.ports import free_port
+from spartito.wire.secret import with_secret
 
 LAUNCHED = ("TF_CONFIG", ENV_SNAPSHOT_DIR)
 """Variables that are not the launcher's own workers' business."""

@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from spartito.cluster.secret import Key
-from spartito.cluster.spec import EVALUATOR, canonical, split_address
+from spartito.cluster.spec import EVALUATOR
 from spartito.doctor.findings import (
     Facts,
     Findings,
@@ -39,6 +38,8 @@ from spartito.doctor.transport.messages import (
     Welcome,
 )
 from spartito.doctor.transport.server import DoctorServer
+from spartito.wire.addresses import canonical, split_address
+from spartito.wire.secret import Key
 
 GATHER, MEASURE = 0.6, 0.9
 """When so much of the time limit is gone we wait no longer for tasks, and measure no more."""
@@ -198,7 +199,7 @@ class Coordinator:
         host, port = split_address(address) if address else ("", 0)
         member = self.members.get(task)
         if member is not None:
-            seen = str(member.connection.socket.getpeername()[0])
+            seen = member.connection.host
             return Target(task, member.host or host or seen, member.port)
         return Target(task, host, port) if address else None
 

@@ -6,13 +6,13 @@ import queue
 import time
 from collections.abc import Sequence
 
-from spartito.cluster.secret import Key
-from spartito.cluster.spec import split_address
 from spartito.doctor.findings import Facts, Findings, Outcome, Probe, Target, addresses_of
 from spartito.doctor.probe.probes import carry_out, probe, probe_all
 from spartito.doctor.transport.connection import Connection, PeerError, connect
 from spartito.doctor.transport.messages import End, FromCoordinator, Join, Refused, Welcome
 from spartito.doctor.transport.server import DoctorServer
+from spartito.wire.addresses import split_address
+from spartito.wire.secret import Key
 
 RETRY_SECONDS = 0.05
 """Between two attempts to reach a coordinator that does not listen yet."""

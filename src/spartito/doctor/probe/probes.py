@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from spartito.cluster.secret import NO_SECRET, Key
 from spartito.doctor.findings import Outcome, Probe, Speed, Target
 from spartito.doctor.parallel import at_once
 from spartito.doctor.transport.connection import Connection, PeerError, connect
@@ -19,6 +18,7 @@ from spartito.doctor.transport.messages import (
     Probed,
     ProbeOrder,
 )
+from spartito.wire.secret import NO_SECRET, Key
 
 PINGS, LEAST_PINGS = 20, 4
 PING_SECONDS = 0.02
@@ -112,7 +112,7 @@ def _bandwidth(connection: Connection, latency: float, end: float) -> tuple[floa
             break
         began = time.perf_counter()
         try:
-            connection.send(Data(size), end, ZEROS[:size])
+            connection.send(Data(), end, ZEROS[:size])
             connection.receive(Pong, end)
         except PeerError:
             return speed or guess, size

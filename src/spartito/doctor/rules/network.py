@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import combinations, permutations
 
-from spartito.cluster.spec import is_loopback
 from spartito.doctor.findings import Findings, Outcome, Pair, Probe, slower_than_back
 from spartito.doctor.rules.verdict import Severity, Verdict, Verdicts
 from spartito.doctor.wording import amount, duration, joined, rate
+from spartito.wire.addresses import is_loopback
 
 MEANS = {
     Outcome.UNRESOLVED: "its name does not resolve",
@@ -277,7 +277,8 @@ def _lines(probes: Iterable[Probe]) -> list[str]:
     """``worker 0 finds at b:29501: refused: nobody listens there``, equal ones once."""
     alike: dict[tuple[str, str], list[str]] = {}
     for probe in probes:
-        means = MEANS.get(probe.outcome, f"{probe.detail} is there")
+        other = probe.outcome is Outcome.OTHER_RELEASE
+        means = MEANS.get(probe.outcome, probe.detail if other else f"{probe.detail} is there")
         alike.setdefault((probe.address, means), []).append(probe.source)
     return [
         f"{joined(tasks)} {'finds' if len(tasks) == 1 else 'find'} at {address}: {means}"

@@ -1,30 +1,27 @@
-"""Lines of JSON over a socket, each of bounded length and each wait with an end."""
+"""Messages between doctors, of bounded length, and each wait for one with an end."""
 
 from __future__ import annotations
 
 import errno
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from spartito.cluster.connection import Connection as Secured
-from spartito.cluster.handshake import OtherProgramError, SecretError, prove
-from spartito.cluster.secret import Key
-from spartito.decoders import json_decoder
 from spartito.doctor.findings import Outcome, Target
+from spartito.doctor.transport.messages import MOST_BYTES, PURPOSE, FromAny
+from spartito.wire.dialing import UnknownNameError
+from spartito.wire.dialing import connect as call
+from spartito.wire.frames import ProtocolError, Wire
+from spartito.wire.handshake import OtherProgramError, OtherReleaseError, SecretError, prove
+from spartito.wire.secret import Key
+from spartito.wire.streams import Connection as Secured
+from spartito.wire.streams import peer_host
 
-LONGEST_LINE = 1 << 20
+LONGEST = 1 << 20
 """Bytes of one message at most: facts of a hundred tasks fit, floods do not."""
-
-PURPOSE = "doctor"
-"""What a connection between doctors is for, in its handshake."""
-
-READ_SIZE = 1 << 16
 
 SMALL = 512
 """Bytes of a packet that passes everywhere: what is said goes in these, on a line that drops large
@@ -39,64 +36,39 @@ class PeerError(Exception):
         self.outcome, self.detail = outcome, detail
 
 
-@dataclass
 class Connection(AbstractContextManager["Connection"]):
     """One connection to another doctor. ``end`` is a time of `time.monotonic`.
 
     Everything raises `PeerError` when the other side is gone, silent until ``end``, or no doctor.
     """
 
-    socket: Secured
-    _received: bytearray = field(default_factory=bytearray)
+    def __init__(self, secured: Secured) -> None:
+        with _peer_errors():
+            self._wire = Wire(secured, FromAny, limit=MOST_BYTES)
+            self._wire.header_limit = LONGEST
+            self.host = peer_host(secured)
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close the socket."""
-        self.socket.close()
+        """Close it."""
+        self._wire.close()
 
     def send(self, message: msgspec.Struct, end: float, data: bytes | memoryview = b"") -> None:
         """Send ``message`` and the bytes that belong to it."""
         with _peer_errors():
-            self._wait_until(end)
-            self.socket.sendall(msgspec.json.encode(message) + b"\n")
-            if data:
-                self.socket.sendall(data)
+            self._wire.timeout = _left(end)
+            self._wire.send(message, data)
 
     def receive(self, kind: Any, end: float) -> Any:
-        """The next message, which must be one of ``kind``."""
-        while (cut := self._received.find(b"\n")) < 0:
-            if len(self._received) > LONGEST_LINE:
-                raise PeerError(Outcome.OTHER_PROGRAM, "a line without an end")
-            self._received += self._read(end)
-        line = bytes(self._received[:cut])
-        del self._received[: cut + 1]
-        try:
-            return json_decoder(kind).decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise PeerError(Outcome.OTHER_PROGRAM, f"{line[:40]!r}: {error}") from error
-
-    def skip(self, size: int, end: float) -> None:
-        """Read ``size`` bytes and forget them."""
-        left = size - len(self._received)
-        del self._received[:size]
-        while left > 0:
-            left -= len(self._read(end, left))
-
-    def _read(self, end: float, most: int = READ_SIZE) -> bytes:
+        """The next message, which must be one of ``kind``; its bytes are forgotten."""
         with _peer_errors():
-            self._wait_until(end)
-            data = self.socket.recv(min(most, 1 << 20))
-        if not data:
-            raise PeerError(Outcome.CLOSED, "the other side closed the connection")
-        return data
-
-    def _wait_until(self, end: float) -> None:
-        left = end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("no time is left")
-        self.socket.settimeout(left)
+            self._wire.timeout = _left(end)
+            message = self._wire.receive()
+        if not isinstance(message, kind):
+            raise PeerError(Outcome.OTHER_PROGRAM, f"{type(message).__name__} was not expected")
+        return message
 
 
 def connect(target: Target, end: float, key: Key, *, large: bool = False) -> Connection:
@@ -115,16 +87,16 @@ def connect(target: Target, end: float, key: Key, *, large: bool = False) -> Con
         PeerError: there is none until ``end``, or it does not know the key.
     """
     try:
-        connected = _dial(target, end, large)
+        packets = None if large else SMALL
+        connected = call(target.host, target.port, _left(end), packets=packets)
     except OSError as error:
         raise PeerError(_why_not_connected(error), str(error)) from error
     try:
         with _peer_errors():
-            secured = prove(connected, "it", key, PURPOSE, end)
+            return Connection(prove(connected, "it", key, PURPOSE, end))
     except BaseException:
         connected.close()
         raise
-    return Connection(secured)
 
 
 @contextmanager
@@ -136,50 +108,25 @@ def _peer_errors() -> Iterator[None]:
         raise PeerError(Outcome.SILENT, str(error)) from error
     except OSError as error:
         raise PeerError(Outcome.CLOSED, str(error)) from error
+    except ProtocolError as error:
+        raise PeerError(Outcome.OTHER_PROGRAM, str(error)) from error
     except OtherProgramError as error:
         raise PeerError(Outcome.OTHER_PROGRAM) from error
+    except OtherReleaseError as error:
+        raise PeerError(Outcome.OTHER_RELEASE, str(error).splitlines()[0]) from error
     except SecretError as error:
         raise PeerError(Outcome.OTHER_SECRET) from error
 
 
-def _dial(target: Target, end: float, large: bool) -> socket.socket:
+def _left(end: float) -> float:
     left = end - time.monotonic()
     if left <= 0:
         raise TimeoutError("no time is left")
-    connected = _connected(target, left, large)
-    try:
-        if connected.getsockname() == connected.getpeername():
-            # Nobody listens, and the system chose this very port for our own end.
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except OSError:
-        connected.close()
-        raise
-    return connected
-
-
-def _connected(target: Target, seconds: float, large: bool) -> socket.socket:
-    """As `socket.create_connection`, which sets no option before it connects."""
-    wrong: OSError | None = None
-    for family, kind, protocol, _, address in socket.getaddrinfo(
-        target.host, target.port, type=socket.SOCK_STREAM
-    ):
-        dialled = socket.socket(family, kind, protocol)
-        try:
-            dialled.settimeout(seconds)
-            if not large:
-                dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SMALL)
-            dialled.connect(address)
-        except OSError as error:
-            dialled.close()
-            wrong = error
-        else:
-            return dialled
-    raise wrong or socket.gaierror(f"{target.host} has no address")
+    return left
 
 
 def _why_not_connected(error: OSError) -> Outcome:
-    if isinstance(error, socket.gaierror):
+    if isinstance(error, UnknownNameError):
         return Outcome.UNRESOLVED
     if isinstance(error, TimeoutError):
         return Outcome.DROPPED

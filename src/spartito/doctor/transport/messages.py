@@ -1,4 +1,4 @@
-"""What the doctors of a cluster send each other: one line of JSON per message."""
+"""What the doctors of a cluster send each other: as frames of the wire."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import msgspec
 
 from spartito.doctor.findings import Facts, Probe, Speed, Target
 
+PURPOSE = "doctor"
+"""What a connection between doctors is for, in its handshake."""
+
 MOST_BYTES = 2 << 20
-"""Bytes that may follow a `Data` message."""
+"""Bytes that may go along with a `Data` message."""
 
 
-class Message(msgspec.Struct, frozen=True, tag_field="spartito_doctor", tag=str.lower):
-    """One line of JSON between two doctors."""
+class Message(msgspec.Struct, frozen=True, tag=str.lower):
+    """What one doctor says to another."""
 
 
 class Ping(Message, frozen=True):
@@ -26,9 +29,7 @@ class Pong(Message, frozen=True):
 
 
 class Data(Message, frozen=True):
-    """So many bytes follow; the reply, once they have come, is a `Pong`."""
-
-    size: int
+    """Bytes go along with it; the reply, once they have come, is a `Pong`."""
 
 
 class Join(Message, frozen=True):
@@ -100,3 +101,6 @@ Order = ProbeOrder | MeasureOrder
 
 FromCoordinator = Order | End | Refused | Welcome
 """All that the coordinator sends."""
+
+FromAny = Request | FromCoordinator | Pong | Probed | Measured
+"""All that a doctor may hear."""

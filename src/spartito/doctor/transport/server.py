@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import queue
-import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from spartito.cluster.acceptor import Acceptor
-from spartito.cluster.connection import Connection as Secured
-from spartito.cluster.endpoints import DRAWN, Endpoint
-from spartito.cluster.handshake import OtherSecretError, UnknownPeerError
-from spartito.cluster.secret import NO_SECRET, Key
-from spartito.collectives.sockets import Opened, TakenError, UnresolvedError, open_listener
 from spartito.doctor.facts.network import holder_of
 from spartito.doctor.findings import Port
 from spartito.doctor.parallel import at_once
-from spartito.doctor.transport.connection import PURPOSE, Connection, PeerError
-from spartito.doctor.transport.messages import MOST_BYTES, Data, Invite, Join, Pong, Request
+from spartito.doctor.transport.connection import Connection, PeerError
+from spartito.doctor.transport.messages import PURPOSE, Invite, Join, Pong, Request
 from spartito.errors import UserError
+from spartito.wire.acceptor import Acceptor
+from spartito.wire.addresses import DRAWN, Endpoint
+from spartito.wire.handshake import OtherSecretError, UnknownPeerError
+from spartito.wire.listening import EVERYWHERE, Opened, TakenError, UnresolvedError, open_listener
+from spartito.wire.secret import NO_SECRET, Key
+from spartito.wire.streams import Connection as Secured
+from spartito.wire.streams import Socket
 
 IDLE_SECONDS = 5.0
 """How long a caller may be silent."""
@@ -31,9 +31,6 @@ MOST_UNKNOWN_PEERS = 100
 GRACE_SECONDS = 0.2
 """How long after its end a question to the name service may come back."""
 
-ANYWHERE = "0.0.0.0"
-"""All interfaces: where a doctor listens that does not know its own name."""
-
 
 class DoctorServer:
     """Listens for task ``name`` until it is closed; ``joins`` holds who came to stay.
@@ -43,7 +40,7 @@ class DoctorServer:
     know ``key``, each with the times of its first and its newest call.
     """
 
-    def __init__(self, name: str, listener: socket.socket, key: Key = NO_SECRET) -> None:
+    def __init__(self, name: str, listener: Socket, key: Key = NO_SECRET) -> None:
         self.name, self.key = name, key
         self.port: int = listener.getsockname()[1]
         self.joins: queue.Queue[tuple[Join, Connection]] = queue.Queue()
@@ -75,7 +72,11 @@ class DoctorServer:
             self.unknown_peers.append(address)
 
     def _respond(self, caller: Secured) -> None:
-        connection = Connection(caller)
+        try:
+            connection = Connection(caller)
+        except PeerError:
+            caller.close()  # it is gone already
+            return
         try:
             while True:
                 end = time.monotonic() + IDLE_SECONDS
@@ -86,10 +87,6 @@ class DoctorServer:
                 if isinstance(request, Invite):
                     self.invitations.put(connection)
                     return
-                if isinstance(request, Data):
-                    if not 0 <= request.size <= MOST_BYTES:
-                        break
-                    connection.skip(request.size, end)
                 connection.send(Pong(self.name, time.time()), end)
         except PeerError:
             pass  # the caller is gone or silent: it knows, and reports it
@@ -112,7 +109,7 @@ def open_server(
     opened = _open(endpoint, end)
     free, foreign = isinstance(opened, Opened), False
     if isinstance(opened, UnresolvedError) or opened is None:
-        endpoint, free, foreign = replace(endpoint, host=ANYWHERE, others=False), True, True
+        endpoint, free, foreign = replace(endpoint, host=EVERYWHERE, others=False), True, True
         opened = _open(endpoint, end)
     if isinstance(opened, TakenError):
         free = False

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from spartito.cluster.listed import address
 from spartito.cluster.spec import Task
 from spartito.cluster.tf_config import VARIABLE
 from spartito.errors import UserError
@@ -25,6 +24,7 @@ from spartito.names import (
     ENV_SNAPSHOT_DIR,
     ENV_STORE,
 )
+from spartito.wire.addresses import address
 
 SHARED_MEMORY = "1g"
 """The size of /dev/shm, for gradients; an engine gives 64 MB by itself."""

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
-from spartito.cluster.spec import split_address
 from spartito.errors import EXIT_TASK_LOST, SpartitoError, UserError
 from spartito.launch.containers.compose import STOP_SECONDS
 from spartito.launch.containers.engine import VERSION_LABEL, Engine, TaskState
 from spartito.launch.containers.file import Folder, JobFile, read_job
 from spartito.launch.containers.secret import make_secret
 from spartito.launch.containers.watch import Watch, how_it_ended, say, verdict
+from spartito.wire.addresses import split_address
+from spartito.wire.listening import bound
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -179,15 +179,13 @@ def check_ports(job: JobFile) -> None:
         if not address or not (spec.is_chief or spec.task.type == "ps"):
             continue
         _, port = split_address(address)
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-            except OSError as error:
-                raise UserError(
-                    f"{name} cannot listen on port {port} of this machine: {error.strerror}",
-                    f"End the program that has it, or change the port in {job.path}.",
-                ) from error
+        try:
+            bound("", port).close()
+        except OSError as error:
+            raise UserError(
+                f"{name} cannot listen on port {port} of this machine: {error.strerror}",
+                f"End the program that has it, or change the port in {job.path}.",
+            ) from error
 
 
 def make_folders(job: JobFile) -> list[Path]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from spartito.cluster.secret import new_secret
 from spartito.errors import UserError
 from spartito.launch.containers.file import JobFile, owner_of
+from spartito.wire.secret import new_secret
 
 MODE = 0o600
 

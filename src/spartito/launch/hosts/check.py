@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from spartito.cluster.interfaces import is_here
-from spartito.cluster.spec import canonical, is_loopback
 from spartito.errors import UserError
 from spartito.launch.hosts.facts import Facts, Question, ask, facts, parse
 from spartito.launch.hosts.names import Host, check_names, check_reachable, parse_hosts
 from spartito.launch.hosts.ssh import Ssh, address_of, ask_all, refusal
+from spartito.wire.addresses import canonical, is_loopback
+from spartito.wire.interfaces import is_here
 
 
 def find_hosts(text: str, ssh: Ssh) -> tuple[Host, ...]:

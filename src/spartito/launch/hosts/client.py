@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
-from spartito.cluster.secret import read_secret
 from spartito.launch.hosts.agent import HEARTBEAT, OF_SSH, first_line
 from spartito.launch.process import AGAIN
 from spartito.launch.reaper import die_with_parent
 from spartito.names import ENV_SECRET
+from spartito.wire.secret import read_secret
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (*ENDING, signal.SIGTSTP, signal.SIGCONT)

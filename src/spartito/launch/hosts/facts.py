@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from spartito.cluster.interfaces import addresses_of
 from spartito.device import available_cores
 from spartito.errors import UserError
 from spartito.launch.gpus import count_gpus
 from spartito.launch.target import check_program
+from spartito.wire.interfaces import addresses_of
 
 MARK = "spartito-facts "
 """Where the facts begin: a machine's login may print something of its own."""

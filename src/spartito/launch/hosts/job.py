@@ -9,10 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from spartito.cluster.endpoints import port_range
-from spartito.cluster.interfaces import own_address
 from spartito.cluster.resolver import check_alone
-from spartito.cluster.secret import with_secret
-from spartito.cluster.spec import is_loopback
 from spartito.errors import UserError
 from spartito.launch.hosts.check import ask_hosts, find_hosts, notes
 from spartito.launch.hosts.facts import Facts, Question
@@ -25,6 +22,9 @@ from spartito.launch.local import check_number, snapshots
 from spartito.launch.processes import Processes
 from spartito.launch.supervisor import supervise
 from spartito.names import ENV_NOTICE, ENV_PORTS, ENV_SNAPSHOT_DIR, ENV_STORE
+from spartito.wire.addresses import is_loopback
+from spartito.wire.interfaces import own_address
+from spartito.wire.secret import with_secret
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 
 from spartito.cluster import nodelist
-from spartito.cluster.spec import canonical, is_loopback
 from spartito.errors import UserError
+from spartito.wire.addresses import canonical, is_loopback
 
 NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.$-]*")

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from spartito.cluster import tf_config, torchrun
-from spartito.cluster.listed import ENV_ADDRESS, address
+from spartito.cluster.listed import ENV_ADDRESS
 from spartito.cluster.spec import Task
 from spartito.errors import UserError
 from spartito.launch.hosts import agent, client
@@ -17,6 +17,7 @@ from spartito.launch.local import RUNTIME, Position, defaults, environments
 from spartito.launch.process import Process, process_of
 from spartito.launch.roles import Roles, task_environment
 from spartito.names import ENV_SECRET, ENV_SECRET_FILE
+from spartito.wire.addresses import address
 
 PORT = 29500
 """Where the tasks of a machine listen: the first one; the others follow."""

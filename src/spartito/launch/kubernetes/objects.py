@@ -7,7 +7,6 @@ import math
 import re
 from typing import Any
 
-from spartito.cluster.listed import address
 from spartito.cluster.tf_config import VARIABLE
 from spartito.errors import EXIT_PREEMPTED, EXIT_USER
 from spartito.launch.kubernetes.plan import INDEX, STORE, Pods
@@ -22,6 +21,7 @@ from spartito.names import (
     ENV_SNAPSHOT_DIR,
     ENV_STORE,
 )
+from spartito.wire.addresses import address
 
 Object = dict[str, Any]
 

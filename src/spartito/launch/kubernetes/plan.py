@@ -6,11 +6,11 @@ import json
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from spartito.cluster.listed import address
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import Task
 from spartito.launch.planned import Planned
 from spartito.launch.roles import RESTARTS
+from spartito.wire.addresses import address
 
 PORT = 29500
 """Where a task listens in its own pod."""

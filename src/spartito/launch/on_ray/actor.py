@@ -11,7 +11,6 @@ import os
 import platform
 import select
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,11 +21,12 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from spartito.cluster.ports import free_port
 from spartito.errors import UserError
 from spartito.launch import called
 from spartito.launch.hosts import agent
 from spartito.launch.target import check_program
+from spartito.wire.interfaces import own_name
+from spartito.wire.ports import free_port
 
 MOST = 1 << 20
 """Bytes of one output that are passed on at once."""
@@ -89,7 +89,7 @@ class TaskActor:
             script = checksum_of(argv)
         except Exception as error:
             problem = str(error)
-        return Node(host, socket.gethostname(), port, versions(), problem, os.nice(0), script)
+        return Node(host, own_name(), port, versions(), problem, os.nice(0), script)
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], call: bytes | None) -> None:
         """Start the task; what is to be called is written into a folder of this node."""

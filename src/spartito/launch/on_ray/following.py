@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -16,6 +15,8 @@ from typing import Any, Self
 from spartito.launch.hosts.client import FATAL
 from spartito.launch.on_ray import relay
 from spartito.launch.on_ray.actor import Output
+from spartito.wire.listening import listen_here
+from spartito.wire.streams import Socket, disconnect
 
 
 class Following:
@@ -32,10 +33,8 @@ class Following:
     ) -> None:
         self._tasks, self._start, self._get = tasks, start, get
         self._folder = tempfile.TemporaryDirectory(prefix="spartito-")
-        self._path = str(Path(self._folder.name) / "socket")
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self._path)
-        self._listener.listen(len(tasks))
+        path = Path(self._folder.name) / "socket"
+        self._path, self._listener = str(path), listen_here(path, len(tasks))
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._accept, daemon=True).start()
@@ -47,7 +46,7 @@ class Following:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        disconnect(self._listener)  # wakes the thread
         self._listener.close()
         self._folder.cleanup()
 
@@ -66,7 +65,7 @@ class Following:
                 connection, _ = self._listener.accept()
                 threading.Thread(target=self._follow, args=(connection,), daemon=True).start()
 
-    def _follow(self, connection: socket.socket) -> None:
+    def _follow(self, connection: Socket) -> None:
         """Start the task of this relay, and pass on what it prints until it ends."""
         lines = connection.makefile("rb")
         index = int(lines.readline())

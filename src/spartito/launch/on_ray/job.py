@@ -11,9 +11,7 @@ from typing import Any
 
 from spartito.cluster.endpoints import port_range
 from spartito.cluster.limits import time_limit
-from spartito.cluster.listed import address
-from spartito.cluster.secret import read_secret, with_secret
-from spartito.cluster.spec import Task, is_loopback
+from spartito.cluster.spec import Task
 from spartito.errors import TaskLostError, UserError
 from spartito.launch.hosts.plan import check_passed, travelling
 from spartito.launch.job import JobSpec, option
@@ -27,6 +25,8 @@ from spartito.launch.processes import Processes
 from spartito.launch.roles import Roles, task_environment
 from spartito.launch.supervisor import supervise
 from spartito.names import ENV_NOTICE, ENV_SECRET
+from spartito.wire.addresses import address, is_loopback
+from spartito.wire.secret import read_secret, with_secret
 
 PATIENT = 2.0
 """Seconds of a wait for resources until it is told."""

@@ -6,15 +6,15 @@ import atexit
 import logging
 import os
 import platform
-import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from spartito.cluster.spec import split_address
 from spartito.errors import EXIT_TASK_LOST, UserError
+from spartito.wire.addresses import split_address
+from spartito.wire.dialing import connect
 
 REACH_SECONDS = 5.0
 """For a connection to the cluster's head."""
@@ -86,7 +86,7 @@ def is_there(ray: Any) -> bool:
         host, port = split_address(ray.get_runtime_context().gcs_address)
         if ray.util.client.ray.is_connected():  # outside: another port, which has just replied
             return True
-        socket.create_connection((host, port), REACH_SECONDS).close()
+        connect(host, port, REACH_SECONDS).close()
     except OSError:
         return False
     return True
@@ -131,7 +131,7 @@ def _check_reached(address: str) -> None:
         )
     host, port = split_address(address)
     try:
-        socket.create_connection((host, port), REACH_SECONDS).close()
+        connect(host, port, REACH_SECONDS).close()
     except OSError as error:
         raise _no_cluster(address) from error
 

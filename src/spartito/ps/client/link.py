@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
@@ -15,11 +14,6 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from spartito.cluster.handshake import prove
-from spartito.cluster.reach import look_after
-from spartito.cluster.secret import NO_SECRET, Key
-from spartito.cluster.spec import split_address
-from spartito.collectives.sockets import RETRY_SECONDS, dial
 from spartito.errors import TaskLostError, UserError
 from spartito.heartbeat import keep_files, last_words
 from spartito.ps.client.vector import Copies, Vector
@@ -49,7 +43,13 @@ from spartito.ps.protocol.messages import (
 from spartito.ps.protocol.runtime import SYSTEM, Channel, Runtime
 from spartito.ps.protocol.slots import State as OptimizerState
 from spartito.ps.protocol.transfer import MOST_KEYS, state_limit, state_message
-from spartito.ps.protocol.wire import LONG_HEADER, SILENCE, Gone, ProtocolError, Wire
+from spartito.wire.addresses import split_address
+from spartito.wire.dialing import connect_here, dial
+from spartito.wire.frames import Gone, ProtocolError, Wire
+from spartito.wire.handshake import prove
+from spartito.wire.limits import LONG_HEADER, LONG_SILENCE, RETRY_SECONDS
+from spartito.wire.secret import NO_SECRET, Key
+from spartito.wire.streams import keep_alive
 
 BREAKS = 5
 """How often in a row a server may break the connection without a reply."""
@@ -334,9 +334,8 @@ class Link:
             if self._shared:
                 push_at, pull_at, size = areas(self.span)
                 memory = _map(Path(welcome.segment), size)
-                local = socket.socket(socket.AF_UNIX)
+                local = connect_here(welcome.socket)
                 remote, wire = wire, Wire(local, Reply)
-                local.connect(welcome.socket)
                 prove(local, where.name, self._key, LOCAL, end)
                 remote.close()
                 push = torch.frombuffer(memory, dtype=torch.uint8)[push_at:][: self.span.size]
@@ -379,7 +378,7 @@ class Link:
         sock = dial(where.host, where.port, where.name, self._timeout, min(end, now + most))
         try:
             known = prove(sock, where.name, self._key, PURPOSE, self._runtime.now() + left)
-            look_after(known, SILENCE)
+            keep_alive(known, LONG_SILENCE)
             return Wire(known, Reply, timeout=left)
         except BaseException:
             sock.close()

@@ -8,15 +8,12 @@ from typing import TypeVar
 
 import msgspec
 
-from spartito.cluster.secret import NO_SECRET, Key
-from spartito.collectives.sockets import reach
 from spartito.collectives.versions import Versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.failpoints import failpoint
 from spartito.heartbeat import dump_stacks, keep_files, last_words
 from spartito.log import note
 from spartito.ps.protocol.runtime import SYSTEM, Channel, Runtime
-from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
 from spartito.ps.protocol.work import (
     MAX_PUBLISHED,
     PART,
@@ -46,6 +43,10 @@ from spartito.ps.protocol.work import (
     Work,
     WorkSource,
 )
+from spartito.wire.dialing import reach
+from spartito.wire.frames import Gone, ProtocolError, Wire
+from spartito.wire.limits import LONG_HEADER
+from spartito.wire.secret import NO_SECRET, Key
 
 Reply = TypeVar("Reply")
 Dial = Callable[[float | None], Channel]

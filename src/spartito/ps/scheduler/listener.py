@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 
 import msgspec
 
-from spartito.cluster.acceptor import Acceptor
-from spartito.cluster.connection import Connection
-from spartito.cluster.secret import NO_SECRET, Key
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.log import RareWarnings, shown
 from spartito.ps.protocol.runtime import Channel, Joinable
-from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
 from spartito.ps.protocol.work import (
     MAX_PUBLISHED,
     PURPOSE,
@@ -38,6 +33,11 @@ from spartito.ps.protocol.work import (
     Welcome,
 )
 from spartito.ps.scheduler.coordinator import REPLY_SECONDS, Coordinator
+from spartito.wire.acceptor import Acceptor
+from spartito.wire.frames import Gone, ProtocolError, Wire
+from spartito.wire.limits import LONG_HEADER
+from spartito.wire.secret import NO_SECRET, Key
+from spartito.wire.streams import Connection, Socket
 
 HEARTBEAT_SECONDS = 1.0
 HELLO_SECONDS = 10.0
@@ -59,7 +59,7 @@ class WorkerListener:
         self._acceptor: Acceptor | None = None
         coordinator.on_close(self.close)
 
-    def listen(self, listener: socket.socket, key: Key = NO_SECRET) -> None:
+    def listen(self, listener: Socket, key: Key = NO_SECRET) -> None:
         """Let workers in at ``listener`` that know the job's ``key``."""
         self._acceptor = Acceptor(listener, self._begin, key=key, purpose=PURPOSE, name="the chief")
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from spartito.cluster.handshake import GREETING_SECONDS
 from spartito.collectives.shared_memory import host_key
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
@@ -49,10 +48,11 @@ from spartito.ps.protocol.runtime import Channel
 from spartito.ps.protocol.slots import slot_of
 from spartito.ps.protocol.timetable import Timetable
 from spartito.ps.protocol.transfer import state_limit, state_messages
-from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, need
 from spartito.ps.server.host import Host
 from spartito.ps.server.loading import Loading, read_timetable
 from spartito.ps.server.sharing import share
+from spartito.wire.frames import Gone, ProtocolError, need
+from spartito.wire.limits import GREETING_SECONDS, LONG_HEADER
 
 
 class Connection:

@@ -25,8 +25,8 @@ from spartito.ps.protocol.messages import (
     Whole,
 )
 from spartito.ps.protocol.runtime import Channel, Condition
-from spartito.ps.protocol.wire import Gone, need
 from spartito.ps.server.shard import Shard
+from spartito.wire.frames import Gone, need
 
 COPY_SECONDS = 2.0
 """A backup that says nothing for so long is lost."""

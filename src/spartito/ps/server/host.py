@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from spartito.cluster.secret import Key
 from spartito.log import RareWarnings
 from spartito.ps.protocol.messages import Hello, Refused
 from spartito.ps.server.replica import Replica
 from spartito.ps.server.store import Store
+from spartito.wire.secret import Key
 
 
 class Served(Protocol):

@@ -14,8 +14,8 @@ from spartito.ps.protocol.messages import Load, LoadState
 from spartito.ps.protocol.slots import State as OptimizerState
 from spartito.ps.protocol.timetable import Timetable
 from spartito.ps.protocol.transfer import state_limit
-from spartito.ps.protocol.wire import ProtocolError, need
 from spartito.ps.server.shard import Shard
+from spartito.wire.frames import ProtocolError, need
 
 
 class Loading:

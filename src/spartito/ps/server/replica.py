@@ -32,10 +32,11 @@ from spartito.ps.protocol.messages import (
 from spartito.ps.protocol.runtime import Channel
 from spartito.ps.protocol.timetable import decode_timetable
 from spartito.ps.protocol.transfer import MOST_KEYS, state_limit
-from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, need
 from spartito.ps.server.copies import Copies, read_copy
 from spartito.ps.server.loading import read_timetable
 from spartito.ps.server.store import Store
+from spartito.wire.frames import Gone, ProtocolError, need
+from spartito.wire.limits import LONG_HEADER
 
 
 class Owner(Protocol):

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import secrets
-import socket
 from collections.abc import Iterator
 from typing import Any
 
-from spartito.cluster.acceptor import Acceptor
-from spartito.cluster.connection import Connection as Secured
-from spartito.cluster.handshake import GREETING_SECONDS
-from spartito.cluster.reach import look_after
-from spartito.cluster.secret import NO_SECRET, Key
-from spartito.cluster.spec import split_address
 from spartito.collectives.shared_memory import supported
-from spartito.collectives.sockets import reach
 from spartito.errors import TaskLostError, UserError
 from spartito.heartbeat import SERVE, beat
 from spartito.log import RareWarnings, note, warn
 from spartito.ps.protocol.messages import PURPOSE, Errand, Hello, Refused, Reply, Request
 from spartito.ps.protocol.runtime import Channel
-from spartito.ps.protocol.wire import SILENCE, Wire
 from spartito.ps.server.connection import Connection
 from spartito.ps.server.copies import COPY_SECONDS
 from spartito.ps.server.host import Served
 from spartito.ps.server.replica import Replica
 from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
+from spartito.wire.acceptor import Acceptor
+from spartito.wire.addresses import split_address
+from spartito.wire.dialing import reach
+from spartito.wire.frames import Wire
+from spartito.wire.limits import GREETING_SECONDS, LONG_SILENCE
+from spartito.wire.secret import NO_SECRET, Key
+from spartito.wire.streams import Connection as Secured
+from spartito.wire.streams import Socket, keep_alive
 
 EARLY = 0.1
 """Of the time between two snapshots: after this the first one is written."""
@@ -55,7 +54,7 @@ class Server:
     def __init__(
         self,
         store: Store,
-        listener: socket.socket | None,
+        listener: Socket | None,
         *,
         name: str,
         chief: str,
@@ -304,7 +303,7 @@ class Server:
         return Acceptor(self._listener, self._enter, key=self.key, purpose=PURPOSE, name=self.name)
 
     def _enter(self, sock: Secured) -> None:
-        look_after(sock, SILENCE)
+        keep_alive(sock, LONG_SILENCE)
         try:
             wire: list[Channel] = [Wire(sock, Request, timeout=GREETING_SECONDS)]
         except OSError:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import tempfile
 import time
 from pathlib import Path
@@ -12,14 +10,17 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from spartito.cluster.handshake import GREETING_SECONDS, UnknownPeerError, challenge
-from spartito.cluster.secret import Key
 from spartito.collectives.segment import Segment
 from spartito.ps.protocol.layout import Span
 from spartito.ps.protocol.memory import LOCAL, areas
 from spartito.ps.protocol.messages import Request, Welcome
 from spartito.ps.protocol.runtime import Channel
-from spartito.ps.protocol.wire import Gone, ProtocolError, Wire
+from spartito.wire.frames import Gone, ProtocolError, Wire
+from spartito.wire.handshake import UnknownPeerError, challenge
+from spartito.wire.limits import GREETING_SECONDS
+from spartito.wire.listening import listen_here
+from spartito.wire.secret import Key
+from spartito.wire.streams import Socket
 
 SHARED = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 
@@ -33,10 +34,7 @@ def share(wire: Channel, span: Span, welcome: Welcome, key: Key) -> tuple[Channe
     segment = Segment.create(size, [path for path in SHARED if path.is_dir()])
     path = segment.path.with_suffix(".sock")
     try:
-        with socket.socket(socket.AF_UNIX) as local:
-            os.fchmod(local.fileno(), 0o600)  # which what bind makes has too, under any umask
-            local.bind(str(path))
-            local.listen(1)
+        with listen_here(path) as local:
             local.settimeout(GREETING_SECONDS)
             wire.send(replace(welcome, segment=str(segment.path), socket=str(path)))
             sock, _ = local.accept()
@@ -49,7 +47,7 @@ def share(wire: Channel, span: Span, welcome: Welcome, key: Key) -> tuple[Channe
     return Wire(sock, Request), inbox, segment.tensor(pull_at, span.size, torch.uint8)
 
 
-def _challenge(sock: socket.socket, key: Key) -> None:
+def _challenge(sock: Socket, key: Key) -> None:
     """Have the task prove once more who it is; `Gone` if it leaves instead."""
     try:
         challenge(sock, key, LOCAL, time.monotonic() + GREETING_SECONDS)

@@ -23,7 +23,6 @@ from spartito.ps.protocol.rules import Rules
 from spartito.ps.protocol.runtime import SYSTEM, Runtime
 from spartito.ps.protocol.slots import slot_of
 from spartito.ps.protocol.timetable import Row, Timetable
-from spartito.ps.protocol.wire import Gone
 from spartito.ps.server.buffers import BufferPool
 from spartito.ps.server.compensation import MEANS, compensation_of
 from spartito.ps.server.copies import Copies
@@ -34,6 +33,7 @@ from spartito.ps.server.norms import GradientNorms
 from spartito.ps.server.shard import Shard
 from spartito.ps.server.staleness import Gate, rate_of
 from spartito.ps.server.update_log import PushLog
+from spartito.wire.frames import Gone
 
 TICK = 1.0  # seconds after which a waiter looks around even if nobody woke it
 

@@ -8,12 +8,13 @@ checksum of checksums stays one.
 from __future__ import annotations
 
 import os
-import socket
 import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from spartito.wire.interfaces import own_name
 
 _POLYNOMIAL = 0x82F63B78
 _MASK = 0xA282EAD8
@@ -26,7 +27,7 @@ class EventFile:
     def __init__(self, directory: Path) -> None:
         """Create the file; an `OSError` when that is not allowed."""
         directory.mkdir(parents=True, exist_ok=True)
-        stamp = f"{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        stamp = f"{time.time():.6f}.{own_name()}.{os.getpid()}"
         self._file = (directory / f"events.out.tfevents.{stamp}").open("xb")
         self._write(file_version=_VERSION)
 

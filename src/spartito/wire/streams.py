@@ -8,6 +8,7 @@ is used as the socket below it: with or without blocking, by who knows nothing o
 from __future__ import annotations
 
 import errno
+import mmap
 import socket
 import struct
 import sys
@@ -16,8 +17,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-RECORD = 128 << 10
-"""Bytes of a record at most: they fit in the cache of one core."""
+from spartito.wire.limits import RECORD, SILENCE
+
+Socket = socket.socket
 
 WAKE = 32 << 10
 """So many bytes of a record that is not complete may come before who waits for it is woken."""
@@ -102,7 +104,7 @@ class Recorded(ABC):
     may have more.
     """
 
-    def __init__(self, below: socket.socket) -> None:
+    def __init__(self, below: Socket) -> None:
         self._below = below
         self._leaving = memoryview(b"")  # what the system has not taken of a record
         self._size = 0  # bytes that it stands for
@@ -178,14 +180,14 @@ class Sealed(Recorded):
         theirs: That of what it receives.
     """
 
-    def __init__(self, below: socket.socket, own: bytes, theirs: bytes) -> None:
+    def __init__(self, below: Socket, own: bytes, theirs: bytes) -> None:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         super().__init__(below)
         self._own, self._theirs = AESGCM(own), AESGCM(theirs)
         self._sent = self._received = 0  # records
-        self._record = memoryview(bytearray(HEAD.size + RECORD))  # that is sent
-        self._memory = memoryview(bytearray(2 * (HEAD.size + RECORD)))
+        self._record = blank(HEAD.size + RECORD)  # that is sent
+        self._memory = blank(2 * (HEAD.size + RECORD))
         self._start = self._stop = 0  # where in it that lies which came and is not checked
         self._at = self._end = 0  # where that lies which is checked and not handed out
         self._wakes = 1  # how many bytes have to be there until who waits is woken
@@ -264,3 +266,59 @@ def rest(views: Sequence[memoryview], count: int) -> list[memoryview]:
             return [view[count:], *views[number + 1 :]]
         count -= len(view)
     return []
+
+
+def is_unix(connection: Connection) -> bool:
+    """Whether it is a file of this machine, so that nobody can come between its ends."""
+    return bool(connection.family == getattr(socket, "AF_UNIX", None))
+
+
+def peer_host(connection: Connection) -> str:
+    """The address of the other end's machine, "" of a file."""
+    return "" if is_unix(connection) else str(connection.getpeername()[0])
+
+
+def disconnect(connection: Connection) -> None:
+    """End it in both directions; a thread that waits for it wakes up. May be called again."""
+    with suppress(OSError):  # the other end may have been faster
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def send_no_more(connection: Connection) -> None:
+    """Say that nothing more comes; what the other end still says can be received."""
+    connection.shutdown(socket.SHUT_WR)
+
+
+def send_at_once(connection: Connection) -> None:
+    """Let what is sent leave without waiting for more."""
+    if not is_unix(connection):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def keep_alive(connection: Connection, silence: int = SILENCE) -> None:
+    """Let the kernel ask the other one whether it is there, and close if it is not.
+
+    A process that is stopped or busy is there: its kernel replies. One that takes no more data for
+    so long, as its memory for it is full, counts as silent too.
+
+    Args:
+        connection: Whose end is meant.
+        silence: Seconds without a reply after which it ends; of these the first half pass until it
+            is asked, each second then.
+    """
+    options = {
+        "TCP_KEEPIDLE": max(1, silence // 2),
+        "TCP_KEEPINTVL": 1,
+        "TCP_USER_TIMEOUT": 1000 * silence,
+    }
+    with suppress(OSError):  # no TCP
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in options.items():
+            if hasattr(socket, name):  # of Linux
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def blank(size: int) -> memoryview:
+    """Memory that the system gives where it is written to: most connections say little."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return memoryview(mmap.mmap(-1, size, flags=flags))

@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spartito.cluster.spec import ClusterSpec, is_loopback, split_address
 from spartito.errors import UserError
-from spartito.log import warn
 from spartito.names import ENV_SECRET, ENV_SECRET_FILE, ENV_TLS
+from spartito.wire.addresses import is_loopback
 
 LEAST = 16
 """Characters that a secret has at least: a shorter one can be guessed."""
@@ -120,20 +119,6 @@ def check_secrets(fingerprints: Mapping[str, str]) -> None:
         )
 
 
-def job_key(cluster: ClusterSpec, env: Mapping[str, str] | None = None) -> Key:
-    """The key by which the tasks of ``cluster`` know each other.
-
-    It is `NO_SECRET` where the environment names none.
-    """
-    return key_among(open_hosts(cluster), env)
-
-
-def warn_if_open(cluster: ClusterSpec, env: Mapping[str, str] | None = None) -> None:
-    """Have the chief say what others could do to the job of ``cluster``, if anything."""
-    if cluster.is_chief and (said := insecurity(open_hosts(cluster), env)):
-        warn("%s", said)
-
-
 def insecurity(open_hosts: Sequence[str], env: Mapping[str, str] | None = None) -> str:
     """What others could do to tasks at these hosts, as `key_among` has them; "" for nothing."""
     key = key_among(open_hosts, env)
@@ -177,10 +162,3 @@ def key_among(open_hosts: Sequence[str], env: Mapping[str, str] | None = None) -
 def key_at(host: str, env: Mapping[str, str] | None = None) -> Key:
     """The key for what listens at ``host`` alone; ``env`` and errors are those of `key_among`."""
     return key_among([] if is_loopback(host) else [host], env)
-
-
-def open_hosts(cluster: ClusterSpec) -> list[str]:
-    """Where tasks listen that others than this machine reach, as far as addresses tell."""
-    addresses = [address for tasks in cluster.addresses.values() for address in tasks]
-    hosts = [split_address(one)[0] for one in (*addresses, cluster.rendezvous) if one]
-    return [host for host in hosts if not is_loopback(host)]

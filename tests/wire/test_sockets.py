@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from spartito.cluster.endpoints import DRAWN, Endpoint
-from spartito.collectives import sockets
-from spartito.collectives.sockets import dial, listen, open_listener
 from spartito.errors import TaskLostError, UserError
+from spartito.wire import dialing as sockets
+from spartito.wire.addresses import DRAWN, Endpoint
+from spartito.wire.dialing import dial
+from spartito.wire.listening import listen, open_listener
 from tests.commands import free_port
 
 LONG = 60.0

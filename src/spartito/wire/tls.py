@@ -9,7 +9,6 @@ come from neither: what was recorded stays unreadable for who learns the secret 
 from __future__ import annotations
 
 import hmac
-import socket
 import ssl
 import tempfile
 import threading
@@ -21,7 +20,8 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from spartito.cluster.connection import RECORD, ForgedError, Recorded
+from spartito.wire.limits import RECORD
+from spartito.wire.streams import ForgedError, Recorded, Socket, blank
 
 if TYPE_CHECKING:
     from cryptography.x509 import CertificateBuilder
@@ -91,14 +91,14 @@ class Encrypted(Recorded):
         OSError: It is gone, or silent.
     """
 
-    def __init__(self, below: socket.socket, secret: bytes, *, listens: bool, end: float) -> None:
+    def __init__(self, below: Socket, secret: bytes, *, listens: bool, end: float) -> None:
         super().__init__(below)
         found = contexts(secret)
         self._came, self._goes = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = (found.listener if listens else found.caller).wrap_bio(
             self._came, self._goes, server_side=listens
         )
-        self._memory = memoryview(bytearray(RECORD))
+        self._memory = blank(RECORD)
         self._turn = threading.Lock()  # of sending and receiving: OpenSSL takes one at a time
         done = False
         while not done:

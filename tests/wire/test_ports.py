@@ -6,11 +6,11 @@ from contextlib import ExitStack
 
 import pytest
 
-from spartito.cluster import ports as module
-from spartito.cluster.endpoints import Endpoint
-from spartito.cluster.ports import BELOW_EPHEMERAL, free_port, free_ports
-from spartito.collectives.sockets import listen
 from spartito.errors import UserError
+from spartito.wire import ports as module
+from spartito.wire.addresses import Endpoint
+from spartito.wire.listening import listen
+from spartito.wire.ports import BELOW_EPHEMERAL, free_port, free_ports
 
 HOST = "127.77.0.1"
 """An address of the loopback that nobody else calls from: what is free there stays free."""

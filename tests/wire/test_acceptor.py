@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import subprocess
 import sys
@@ -12,16 +13,19 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from spartito.cluster.acceptor import MOST_UNKNOWN, Acceptor
-from spartito.cluster.connection import Connection
-from spartito.cluster.endpoints import DRAWN, Endpoint
-from spartito.cluster.handshake import MAGIC, NONCE, PROOF
-from spartito.cluster.secret import NO_SECRET, Key
-from spartito.collectives.sockets import listen, reach
 from spartito.errors import TaskLostError, UserError
 from spartito.log import shown
+from spartito.wire.acceptor import Acceptor
+from spartito.wire.addresses import DRAWN, Endpoint
+from spartito.wire.dialing import reach
+from spartito.wire.handshake import HELLO, MAGIC, NONCE, PROOF, VERSION, OtherReleaseError
+from spartito.wire.limits import MOST_UNKNOWN
+from spartito.wire.listening import listen
+from spartito.wire.secret import NO_SECRET, Key
+from spartito.wire.streams import Connection
 from tests.callers import LIMIT, call, read_to_end
 
+GREETING = HELLO.pack(MAGIC, VERSION, b"0.0.1") + bytes(NONCE)
 HOST, KEY, PURPOSE = "127.0.0.1", Key(b"what the tasks of this job know"), "test"
 
 
@@ -67,10 +71,10 @@ def test_who_does_not_is_told_nothing(
         with pytest.raises(UserError, match=r"ps 0 .* does not know the secret of this task"):
             reach(HOST, port, "ps 0", LIMIT, key=key, purpose=purpose)
         with socket.create_connection((HOST, port)) as raw:
-            raw.sendall(MAGIC + bytes(NONCE + PROOF))
+            raw.sendall(GREETING + bytes(PROOF))
             heard = read_to_end(raw)
         assert heard[: len(MAGIC)] == MAGIC
-        assert heard[len(MAGIC) + NONCE :] == bytes(PROOF)
+        assert heard[len(GREETING) :] == bytes(PROOF)
         assert is_let_in(port)
     assert "ps 0 refused 127.0.0.1: it does not know the job's secret" in caplog.text
     assert len(caplog.records) == 1  # the second within ten seconds is left out
@@ -80,7 +84,7 @@ def test_who_does_not_is_told_nothing(
     ("says", "what"),
     [
         (b"220 mail.example ESMTP\r\n", "is no task of Spartito"),
-        (MAGIC + bytes(NONCE + PROOF), "does not know the secret"),
+        (GREETING + bytes(PROOF), "does not know the secret"),
     ],
 )
 def test_a_listener_must_prove_itself_too(says: bytes, what: str) -> None:
@@ -90,6 +94,26 @@ def test_a_listener_must_prove_itself_too(says: bytes, what: str) -> None:
         with server.accept()[0] as theirs:
             theirs.sendall(says)
             with pytest.raises(UserError, match=f"ps 0 at {HOST}:{port} {what}"):
+                calling.result(LIMIT)
+
+
+def test_another_release_is_refused_by_its_name_on_both_sides(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A later one may say more in its hello, or go on at once."""
+    later = HELLO.pack(MAGIC, VERSION + 1, b"9.1.0") + bytes(NONCE + PROOF)
+    said = f"runs Spartito 9.1.0 (protocol {VERSION + 1}), and this task"
+    with echo() as port:
+        with socket.create_connection((HOST, port)) as raw:
+            raw.sendall(later)
+            assert read_to_end(raw)[: HELLO.size][: len(MAGIC) + 1] == MAGIC + bytes([VERSION])
+        assert is_let_in(port)
+    assert f"ps 0 refused 127.0.0.1: it {said}" in caplog.text
+    with socket.create_server((HOST, 0)) as server, ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(is_let_in, server.getsockname()[1])
+        with server.accept()[0] as theirs:
+            theirs.sendall(later)
+            with pytest.raises(OtherReleaseError, match=re.escape(said)):
                 calling.result(LIMIT)
 
 
@@ -112,10 +136,10 @@ def test_more_unknown_peers_than_are_accepted() -> None:
 
 FEW = """
 import resource, socket, sys
-from spartito.cluster.acceptor import Acceptor
-from spartito.cluster.endpoints import DRAWN, Endpoint
-from spartito.cluster.secret import Key
-from spartito.collectives.sockets import listen
+from spartito.wire.acceptor import Acceptor
+from spartito.wire.addresses import DRAWN, Endpoint
+from spartito.wire.secret import Key
+from spartito.wire.listening import listen
 
 def enter(caller):
     kept.append(caller)

@@ -16,16 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from spartito.ps.protocol.wire import (
-    MAGIC,
-    PREFIX,
-    START,
-    VERSION,
-    Gone,
-    ProtocolError,
-    Wire,
-    checksum,
-)
+from spartito.wire.frames import PREFIX, START, Gone, ProtocolError, Wire, checksum
+from spartito.wire.handshake import MAGIC, VERSION
 
 LIMIT = 1 << 16
 LONG = 60.0  # seconds that no passing test comes near

@@ -15,13 +15,14 @@ from queue import Queue
 
 import pytest
 
-from spartito.cluster.acceptor import Acceptor
-from spartito.cluster.connection import Connection
+from spartito.cluster.endpoints import job_key
 from spartito.cluster.resolver import resolve
-from spartito.cluster.secret import NO_SECRET, Key, job_key
-from spartito.cluster.tls import contexts
-from spartito.collectives.sockets import reach
 from spartito.errors import UserError
+from spartito.wire.acceptor import Acceptor
+from spartito.wire.dialing import reach
+from spartito.wire.secret import NO_SECRET, Key
+from spartito.wire.streams import Connection
+from spartito.wire.tls import contexts
 from tests.wiretap import between
 
 HOST, PURPOSE, LIMIT = "127.0.0.1", "test", 30.0
@@ -116,7 +117,7 @@ def test_tasks_make_certificates_of_one_authority_with_keys_of_their_own() -> No
     """Each in a process of its own; the keys leave no file behind."""
     program = (
         "import os, ssl\n"
-        "from spartito.cluster.tls import contexts\n"
+        "from spartito.wire.tls import contexts\n"
         "found = contexts(b'what the tasks of this job know')\n"
         "print(found.caller.get_ca_certs(True)[0].hex())\n"
         "print(len(os.listdir(os.environ['TMPDIR'])))\n"
@@ -141,8 +142,8 @@ def test_tasks_make_certificates_of_one_authority_with_keys_of_their_own() -> No
     with echo(KEY) as (port, _), ThreadPoolExecutor(1) as pool:
         code = (
             "import sys\n"
-            "from spartito.cluster.secret import Key\n"
-            "from spartito.collectives.sockets import reach\n"
+            "from spartito.wire.secret import Key\n"
+            "from spartito.wire.dialing import reach\n"
             f"key = Key({KEY.secret!r}, True)\n"
             f"end = reach('{HOST}', {port}, 'ps 0', 30.0, key=key, purpose='{PURPOSE}')\n"
             "end.sendall(b'hello')\n"

@@ -12,10 +12,11 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 
 import pytest
 
-from spartito.cluster.connection import HEAD, RECORD, Connection, ForgedError, Sealed
-from spartito.cluster.handshake import challenge, prove
-from spartito.cluster.secret import Key
-from spartito.cluster.tls import Encrypted
+from spartito.wire.handshake import challenge, prove
+from spartito.wire.limits import RECORD
+from spartito.wire.secret import Key
+from spartito.wire.streams import HEAD, Connection, ForgedError, Sealed
+from spartito.wire.tls import Encrypted
 
 LIMIT = 30.0
 SECRET = b"what the tasks of this job know"

@@ -1,4 +1,4 @@
-"""Sockets between tasks: one that listens at a task's endpoint, one to a task that may be late."""
+"""A socket that listens where a task is expected, and on no other interface."""
 
 from __future__ import annotations
 
@@ -8,22 +8,17 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from spartito.cluster.connection import Connection
-from spartito.cluster.endpoints import DRAWN, Endpoint
-from spartito.cluster.handshake import prove
-from spartito.cluster.listed import address
-from spartito.cluster.ports import is_own
-from spartito.cluster.secret import Key
-from spartito.cluster.spec import is_loopback
-from spartito.collectives.waiting import Waiting
-from spartito.errors import TaskLostError, UserError
+from spartito.errors import UserError
 from spartito.log import note, warn
+from spartito.wire.addresses import DRAWN, Endpoint, is_loopback
+from spartito.wire.limits import BACKLOG, RESOLVE_SECONDS
+from spartito.wire.ports import is_own
+from spartito.wire.streams import Socket
 
-RETRY_SECONDS = 0.02  # between two looks for a task that does not listen yet
-ATTEMPT_SECONDS = 3.0  # for one connection: a name may soon mean another machine
-RESOLVE_SECONDS = 0.25  # between two questions to a name service that does not know a name yet
-BACKLOG = 1024
+EVERYWHERE = "0.0.0.0"
+"""All interfaces."""
 
 
 class UnresolvedError(UserError):
@@ -42,7 +37,7 @@ class Opened:
     declared is taken, and the system drew another.
     """
 
-    listener: socket.socket
+    listener: Socket
     remarks: tuple[str, ...] = ()
     foreign: bool = False
     drawn: bool = False
@@ -53,7 +48,7 @@ class Opened:
         return int(self.listener.getsockname()[1])
 
 
-def listen(endpoint: Endpoint, limit: float) -> socket.socket:
+def listen(endpoint: Endpoint, limit: float) -> Socket:
     """A socket that listens at ``endpoint``, by `open_listener`, whose remarks become warnings."""
     opened = open_listener(endpoint, limit)
     for remark in opened.remarks:
@@ -72,7 +67,7 @@ def open_listener(endpoint: Endpoint, limit: float) -> Opened:
     Raises `UnresolvedError`, and `TakenError` where no port of the endpoint is free.
     """
     family, means = _resolved(endpoint, limit)
-    everywhere = endpoint.interface or ("::" if family == socket.AF_INET6 else "0.0.0.0")
+    everywhere = endpoint.interface or ("::" if family == socket.AF_INET6 else EVERYWHERE)
     where = "on all interfaces" if not endpoint.interface else f"at {endpoint.interface}"
     remarks: list[str] = []
     foreign = not is_own(means)
@@ -94,60 +89,6 @@ def open_listener(endpoint: Endpoint, limit: float) -> Opened:
             f"port {endpoint.ports[0]} of {endpoint.name} is taken: it listens on {port} instead"
         )
     return Opened(listener, tuple(remarks), foreign, drawn)
-
-
-def dial(host: str, port: int, name: str, limit: float, end: float | None = None) -> socket.socket:
-    """A blocking connection to task ``name``, once it listens at ``host:port``; no Nagle delay.
-
-    Raises `TaskLostError` that names the task if it does not within ``limit`` seconds; they are
-    over at ``end`` of `time.monotonic`, where a part of them has gone by already.
-    """
-    start = time.monotonic()
-    end = start + limit if end is None else end
-    where = "" if f"{host}:{port}" in name else f" at {host}:{port}"
-    to = where and f" to {address(host, port)}"
-    waiting = Waiting(0, [name + where])
-    while True:
-        try:
-            now = time.monotonic()
-            until = min(end, start + waiting.after, now + ATTEMPT_SECONDS)
-            return _connected(host, port, max(0.01, until - now))
-        except OSError as error:
-            if time.monotonic() + RETRY_SECONDS >= end:
-                raise TaskLostError(
-                    f"{name} did not come{to} within {limit:g} s",
-                    f"{error.strerror or error}. Start it, correct the address, or let a firewall "
-                    "pass this port; SPARTITO_TIMEOUT sets the limit in seconds.",
-                ) from error
-        waiting.look(time.monotonic() - start, [0], limit)
-        time.sleep(RETRY_SECONDS)
-
-
-def reach(host: str, port: int, name: str, limit: float, *, key: Key, purpose: str) -> Connection:
-    """A connection to task ``name``, once it listens at ``host:port`` and both know the secret.
-
-    Raises `TaskLostError` if that takes more than ``limit`` seconds, and `UserError` if another
-    program listens there or the secrets differ.
-    """
-    end = time.monotonic() + limit
-    where = f"{host}:{port}"
-    called = name if where in name else f"{name} at {where}"
-    while True:
-        connection = dial(host, port, name, limit, end)
-        try:
-            return prove(connection, called, key, purpose, end)
-        except OSError as error:  # it died, or had too many callers: it may be there again
-            connection.close()
-            if time.monotonic() + RETRY_SECONDS >= end:
-                raise TaskLostError(
-                    f"{called} did not reply within {limit:g} s",
-                    "It may be stopped: look at its last lines. "
-                    "SPARTITO_TIMEOUT sets the limit in seconds.",
-                ) from error
-        except BaseException:
-            connection.close()
-            raise
-        time.sleep(RETRY_SECONDS)
 
 
 def _resolved(endpoint: Endpoint, limit: float) -> tuple[int, str]:
@@ -185,18 +126,19 @@ def _taken(endpoint: Endpoint, error: OSError) -> TakenError:
     )
 
 
-def _bound_at_one(host: str, ports: Sequence[int]) -> socket.socket:
+def _bound_at_one(host: str, ports: Sequence[int]) -> Socket:
     """A socket that listens at ``host`` on the first of ``ports`` that is free."""
     for number, port in enumerate(ports):
         try:
-            return _bound(host, port)
+            return bound(host, port)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES) or number == len(ports) - 1:
                 raise
     raise ValueError("an endpoint without ports")
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def bound(host: str, port: int) -> Socket:
+    """A socket that listens at an address of this machine, "" for all of IPv4."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         if os.name == "posix":  # elsewhere it would let two programs have one port
@@ -209,15 +151,14 @@ def _bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _connected(host: str, port: int, limit: float) -> socket.socket:
-    connection = socket.create_connection((host, port), limit)
+def listen_here(path: Path, backlog: int = 1) -> Socket:
+    """A socket at ``path``, a new file, for processes of this machine and user alone."""
+    listener = socket.socket(socket.AF_UNIX)
     try:
-        if connection.getsockname() == connection.getpeername():
-            # Nobody listens, and the system chose this very port for our own end.
-            raise OSError(errno.ECONNREFUSED, "Connection refused")
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(None)
+        os.fchmod(listener.fileno(), 0o600)  # which what bind makes has too, under any umask
+        listener.bind(str(path))
+        listener.listen(backlog)
     except OSError:
-        connection.close()
+        listener.close()
         raise
-    return connection
+    return listener

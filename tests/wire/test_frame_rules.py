@@ -10,15 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spartito.ps.protocol.wire import (
-    MAGIC,
-    MAX_HEADER,
-    VERSION,
-    Gone,
-    ProtocolError,
-    checksum,
-)
-from tests.ps.test_wire import (
+from spartito.wire.frames import Gone, ProtocolError, checksum
+from spartito.wire.handshake import MAGIC, VERSION
+from spartito.wire.limits import MOST_HEADER
+from tests.wire.test_frames import (
     LIMIT,
     NOTE,
     Anything,
@@ -37,12 +32,12 @@ from tests.ps.test_wire import (
     [
         (b"GET ", "b'SPTO' was expected, b'GET ' came: this is no task of Spartito"),
         (b"x", "b'SPTO' was expected, b'x' came"),
-        (MAGIC + b"\x07", "version 3 was expected, 7 came: all tasks must run the same Spartito"),
-        (MAGIC + b"\x07" + bytes(200), "version 3 was expected, 7 came"),
+        (MAGIC + b"\x07", "version 4 was expected, 7 came: all tasks must run the same Spartito"),
+        (MAGIC + b"\x07" + bytes(200), "version 4 was expected, 7 came"),
         (forged(b"", flags=2), "flags 0 or 1 and reserved 0 were expected, 2 and 0 came"),
         (forged(b"", reserved=9), "flags 0 or 1 and reserved 0 were expected, 0 and 9 came"),
         (
-            forged(b"", header_size=MAX_HEADER + 1),
+            forged(b"", header_size=MOST_HEADER + 1),
             "a header of 65537 bytes came; it may have at most 65536",
         ),
         (
@@ -75,7 +70,7 @@ def test_nesting_without_an_end_is_refused() -> None:
 
 def test_a_header_above_the_limit_is_not_sent() -> None:
     with wires() as (near, progress):
-        with pytest.raises(ProtocolError, match=r"Note has 1000\d\d bytes"):
+        with pytest.raises(ProtocolError, match=r"a note of 100,0\d\d bytes; the other"):
             near.send(Note("x" * 100_000))
         near.send(NOTE)  # nothing of it was sent
         assert progress.receive() == NOTE
@@ -102,7 +97,7 @@ def allocated(work: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-BESIDES = MAX_HEADER + (256 << 10)  # what a wire and the test itself need
+BESIDES = MOST_HEADER + (256 << 10)  # what a wire and the test itself need
 
 
 def test_what_is_allocated_is_counted() -> None:

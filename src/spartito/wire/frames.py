@@ -12,7 +12,6 @@ leaves the machine.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import select
 import socket
@@ -22,12 +21,13 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
-from spartito.cluster.connection import Connection
 from spartito.decoders import msgpack_decoder
 from spartito.errors import SpartitoError
 from spartito.forks import keep_from_forks
+from spartito.wire.handshake import MAGIC, VERSION
+from spartito.wire.limits import MOST_BUFFERS, MOST_HEADER
+from spartito.wire.streams import Connection, disconnect, is_unix, rest, send_at_once
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -37,22 +37,11 @@ if TYPE_CHECKING:
 
     Contiguous: TypeAlias = Buffer | npt.NDArray[Any]  # numpy declares no Buffer before 3.12
 
-MAGIC = b"SPTO"
-VERSION = 3
 NO_SUM = 1
 """The flag of a frame whose payload has no sum: it does not leave the machine."""
-MAX_HEADER = 64 << 10  # bytes, of an unknown peer
-LONG_HEADER = 4 << 20
-"""The same of a task of the job: thousands of parameter groups."""
 
 PREFIX = struct.Struct("<4sBBHIQIQ")
 """Magic, version, flags, reserved, header bytes, payload bytes, CRC-32, sum of the payload."""
-SILENCE = 10
-"""Seconds without a sign of the other machine after which a server's connection is `Gone`.
-
-Longer than a line full of gradients keeps a packet waiting, and much less than a task may take to
-reply. A worker's only connection to the coordinator has no such limit: nobody would make it again.
-"""
 START = 256
 """Bytes that every frame begins with: the prefix, the header, and zeros where that is shorter."""
 _CRC = struct.Struct("<I")
@@ -62,12 +51,15 @@ _NOTHING = memoryview(b"")
 _WORD = 8
 _WRAP = (1 << 64) - 1
 _CHUNK = 1 << 19  # bytes that are received, then added up: they fit in the cache of one core
-_MAX_BUFFERS = 512  # of one sendmsg; the system takes 1024
 _TIMEVAL = struct.Struct("@ll")
 
 
 class ProtocolError(SpartitoError):
     """A frame breaks the rules: says what was expected and what came."""
+
+
+class TooLongError(ProtocolError):
+    """A message of ours is longer than the other end takes; nothing of it was sent."""
 
 
 class Gone(ConnectionError):
@@ -80,6 +72,8 @@ def checksum(payload: memoryview, offset: int = 0) -> int:
     The last word is filled up with zeros. ``offset`` is where in the whole payload these bytes
     begin: the sums of the parts add up to the sum of the whole. 0.02 to 0.05 ms per MB.
     """
+    import numpy as np  # here: who sends no tensors starts without it
+
     phase = offset % _WORD
     lead = min(-phase % _WORD, len(payload))
     words = (len(payload) - lead) // _WORD
@@ -108,7 +102,7 @@ class Wire:
         silent, but slow), for ever if None.
         """
         self.limit = limit
-        self.header_limit = MAX_HEADER
+        self.header_limit = MOST_HEADER
         """The most bytes of a header, sent or received; set it once both ends know each other."""
         self.sent = 0
         self.received = 0
@@ -124,8 +118,8 @@ class Wire:
         self._short = self._start[PREFIX.size :]
         self._long = _NOTHING  # for headers that do not fit there
         self._buffer = _NOTHING  # for payloads without a target
-        if sock.family != getattr(socket, "AF_UNIX", None):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        send_at_once(sock)
+        sock.settimeout(None)
         self.timeout = timeout
 
     @property
@@ -140,7 +134,6 @@ class Wire:
     def set_timeouts(self, *, send: float | None, receive: float | None) -> None:
         """As `timeout`, but another limit for each direction: who serves waits for questions."""
         self._timeout, self._send_timeout = receive, send
-        self._sock.settimeout(None)
         # The kernel's own time limits save the poll that Python's would cost at each call.
         for option, seconds in ((socket.SO_RCVTIMEO, receive), (socket.SO_SNDTIMEO, send)):
             micro = 0 if seconds is None else max(1, round(seconds * 1e6))
@@ -156,12 +149,12 @@ class Wire:
         self._encode(message, head, PREFIX.size)
         length = len(head) - PREFIX.size
         if length > self.header_limit:
-            raise ProtocolError(
-                f"{type(message).__name__} has {length} bytes; a header has at most "
-                f"{self.header_limit}"
+            raise TooLongError(
+                f"a {type(message).__name__.lower()} of {length:,} bytes; the other end takes "
+                f"{self.header_limit:,} at most"
             )
         head += _ZEROS[len(head) :]
-        parts: list[Buffer] = [head]
+        parts = [memoryview(head)]
         size = total = 0
         for buffer in payload:
             view = memoryview(buffer)  # type: ignore[arg-type]
@@ -225,8 +218,7 @@ class Wire:
 
     def close(self) -> None:
         """End the connection; a thread that waits on it gets `Gone`. May be called again."""
-        with contextlib.suppress(OSError):  # the other end may have been faster
-            self._sock.shutdown(socket.SHUT_RDWR)
+        disconnect(self._sock)
         self._sock.close()
 
     def _receive_header(self, length: int, end: float) -> memoryview:
@@ -261,6 +253,8 @@ class Wire:
             )
         if size > len(self._buffer):
             buffer = min(self.limit, max(size, 2 * len(self._buffer)))
+            import numpy as np
+
             self._buffer = np.empty(buffer, np.uint8).data
         return self._buffer[:size]
 
@@ -271,12 +265,12 @@ class Wire:
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
             raise ProtocolError(f"a message that is not known here came: {error}") from error
 
-    def _send_all(self, parts: list[Buffer], size: int) -> None:
+    def _send_all(self, parts: list[memoryview], size: int) -> None:
         end = _end(self._send_timeout)
         left = size
         while True:
             try:
-                count = self._sock.sendmsg(parts[:_MAX_BUFFERS])
+                count = self._sock.sendmsg(parts[:MOST_BUFFERS])
             except BlockingIOError as error:
                 raise TimeoutError(f"nothing was taken within {self._send_timeout:g} s") from error
             except OSError as error:
@@ -286,7 +280,7 @@ class Wire:
                 break
             if time.monotonic() > end:
                 raise TimeoutError(f"{left} of {size} bytes were not taken in time")
-            parts = _rest(parts, count)
+            parts = rest(parts, count)
         self.sent += size
 
     def _fill(self, view: memoryview, got: int, end: float) -> None:
@@ -318,7 +312,7 @@ def _end_of(error: OSError) -> OSError:
 
 def _is_local(sock: Connection) -> bool:
     """Whether both ends are on one machine: they have the same address there, or none at all."""
-    if sock.family == getattr(socket, "AF_UNIX", None):
+    if is_unix(sock):
         return True
     try:
         return bool(sock.getsockname()[0] == sock.getpeername()[0])
@@ -348,13 +342,3 @@ def _check_start(start: Buffer) -> None:
             f"version {VERSION} was expected, {begin[len(MAGIC)]} came: "
             "all tasks must run the same Spartito"
         )
-
-
-def _rest(parts: list[Buffer], count: int) -> list[Buffer]:
-    """What is left of ``parts`` when ``count`` bytes of them are sent."""
-    for index, part in enumerate(parts):
-        view = memoryview(part)
-        if count < view.nbytes:
-            return [view[count:], *parts[index + 1 :]]
-        count -= view.nbytes
-    return []

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import resource
 import select
-import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
-from spartito.cluster.connection import Connection
-from spartito.cluster.handshake import GREETING_SECONDS, UnknownPeerError, challenge
-from spartito.cluster.secret import Key
+from spartito.forks import keep_from_forks
 from spartito.log import RareWarnings, shown
-
-MOST_UNKNOWN = 64
-"""Callers that have not authenticated yet, at the same time; fewer with few descriptors."""
+from spartito.wire.handshake import UnknownPeerError, challenge
+from spartito.wire.limits import GREETING_SECONDS, MOST_UNKNOWN
+from spartito.wire.secret import Key
+from spartito.wire.streams import Connection, Socket, disconnect, send_at_once
 
 LOOK_SECONDS = 1.0
 """Seconds between two looks whether it is closed, where closing wakes nobody."""
@@ -44,7 +41,7 @@ class Acceptor:
 
     def __init__(
         self,
-        listener: socket.socket,
+        listener: Socket,
         accepted: Callable[[Connection], None],
         *,
         key: Key,
@@ -56,23 +53,24 @@ class Acceptor:
         self._refused = refused or self._warn
         self._key, self._purpose = key, purpose
         self._most = min(MOST_UNKNOWN, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
-        self._unknown: dict[socket.socket, str] = {}  # in the order of their coming
+        self._unknown: dict[Socket, str] = {}  # in the order of their coming
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._warnings = RareWarnings()
         listener.settimeout(None)
+        keep_from_forks(listener.fileno())
         self._thread = threading.Thread(target=self._accept, name="spartito-acceptor", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Listen no more, and disconnect those who are not known. May be called again."""
         self._closed.set()
-        with suppress(OSError):  # wakes the thread
-            self._listener.shutdown(socket.SHUT_RDWR)
+        disconnect(self._listener)  # wakes the thread
         self._listener.close()
         while self._evict():
             pass
-        self._thread.join(1.0)  # where a shutdown wakes nobody it ends with the process
+        if threading.current_thread() is not self._thread:
+            self._thread.join(1.0)  # where a shutdown wakes nobody it ends with the process
 
     def _accept(self) -> None:
         poller = select.poll()  # accept() fails without a descriptor, though nobody is there
@@ -90,7 +88,7 @@ class Acceptor:
                 continue
             self._begin(caller, str(address[0]) if address else "")
 
-    def _begin(self, caller: socket.socket, address: str) -> None:
+    def _begin(self, caller: Socket, address: str) -> None:
         while len(self._unknown) >= self._most and self._evict():
             self._warnings.warn(
                 "%s has too many callers: unknown peers are disconnected", self._name
@@ -108,10 +106,9 @@ class Acceptor:
             caller.close()
             time.sleep(REST_SECONDS)
 
-    def _greet(self, caller: socket.socket, address: str) -> None:
+    def _greet(self, caller: Socket, address: str) -> None:
         try:
-            if caller.family != getattr(socket, "AF_UNIX", None):
-                caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            send_at_once(caller)
             end = time.monotonic() + GREETING_SECONDS
             connection = challenge(caller, self._key, self._purpose, end)
         except UnknownPeerError as error:
@@ -128,7 +125,7 @@ class Acceptor:
     def _warn(self, address: str, why: UnknownPeerError) -> None:
         self._warnings.warn("%s refused %s: %s", self._name, address, why)
 
-    def _forget(self, caller: socket.socket) -> bool:
+    def _forget(self, caller: Socket) -> bool:
         """The caller is unknown no more; False if it was disconnected meanwhile."""
         with self._lock:
             return self._unknown.pop(caller, None) is not None
@@ -140,6 +137,5 @@ class Acceptor:
                 return False
             caller = next(iter(self._unknown))
             del self._unknown[caller]
-        with suppress(OSError):
-            caller.shutdown(socket.SHUT_RDWR)  # its thread closes it
+        disconnect(caller)  # its thread closes it
         return True

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from spartito.cluster.ports import is_own
-from spartito.cluster.spec import is_loopback
+from spartito.wire.addresses import is_loopback
+from spartito.wire.ports import is_own
 
 SIOCGIFADDR = 0x8915
 IPV6_TABLE = Path("/proc/net/if_inet6")
@@ -41,13 +41,29 @@ def interface_of(address: str) -> str:
     return ""
 
 
+def own_name() -> str:
+    """What this machine calls itself."""
+    return socket.gethostname()
+
+
+def own_addresses() -> dict[str, str]:
+    """The address of each interface that has one."""
+    found = {name: address_of(name) for _, name in socket.if_nameindex()}
+    return {name: address for name, address in found.items() if address}
+
+
+def resolve(name: str) -> list[str]:
+    """What this machine takes ``name`` for, as numbers; `OSError` where it does not know it."""
+    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
 def addresses_of(name: str) -> list[str]:
-    """What this machine takes ``name`` for, as numbers; empty where it does not know it."""
+    """As `resolve`; empty where this machine does not know the name."""
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        return resolve(name)
     except (socket.gaierror, UnicodeError):
         return []
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 def is_here(host: str) -> bool:
@@ -64,10 +80,18 @@ def own_address(host: str, port: int, others: Sequence[str] = ()) -> str:
     found = _source(host, port)
     if is_loopback(found) and not is_loopback(host):
         for other in (*others, ELSEWHERE):
-            with suppress(OSError):  # no route; if there is none at all, all are on this machine
-                if not is_loopback(way := _source(other, port)):
-                    return way
+            # Without any route all are on this machine.
+            if (way := source_address(other, port)) and not is_loopback(way):
+                return way
     return found
+
+
+def source_address(host: str, port: int = 9) -> str:
+    """The address of this machine on the way to ``host``, "" where there is no way."""
+    try:
+        return _source(host, port)
+    except OSError:
+        return ""
 
 
 def _source(host: str, port: int) -> str:
