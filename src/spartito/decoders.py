@@ -17,7 +17,6 @@ Binary: TypeAlias = msgspec.msgpack.Decoder[Any]
 
 _turn = threading.Lock()
 _binary: dict[Any, Binary] = {}
-_text: dict[Any, msgspec.json.Decoder[Any]] = {}
 
 
 def msgpack_decoder(kind: Any, hook: Callable[[type, Any], Any] | None = None) -> Binary:
@@ -34,18 +33,3 @@ def msgpack_decoder(kind: Any, hook: Callable[[type, Any], Any] | None = None) -
         if (kind, hook) not in _binary:
             _binary[kind, hook] = msgspec.msgpack.Decoder(kind, dec_hook=hook)
         return _binary[kind, hook]
-
-
-def json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    """As `msgpack_decoder`, of JSON.
-
-    Args:
-        kind: A `msgspec.Struct`, or a union of some.
-
-    Returns:
-        The same one each time.
-    """
-    with _turn:
-        if kind not in _text:
-            _text[kind] = msgspec.json.Decoder(kind)
-        return _text[kind]

@@ -14,7 +14,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -150,38 +149,6 @@ class Encrypted(Recorded):
         with self._turn:
             self._came.write(self._memory[:count])
         return count
-
-
-class Listening:
-    """The called end of TLS, for who receives and sends bytes himself, and never waits.
-
-    Args:
-        secret: The job's.
-    """
-
-    def __init__(self, secret: bytes) -> None:
-        self._came, self._goes = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = contexts(secret).listener.wrap_bio(self._came, self._goes, server_side=True)
-
-    def open(self, data: bytes) -> bytes:
-        """What the caller says by ``data``, which came; nothing before both are known.
-
-        Raises:
-            ssl.SSLError: The caller is none of this job, or speaks another protocol.
-        """
-        self._came.write(data)
-        found = bytearray()
-        with suppress(ssl.SSLWantReadError):
-            while more := self._tls.read(RECORD):
-                found += more
-        return bytes(found)
-
-    def close(self, data: bytes = b"") -> bytes:
-        """What must be sent to say ``data``, and for the handshake."""
-        view = memoryview(data)
-        while len(view):
-            view = view[self._tls.write(view) :]
-        return self._goes.read()
 
 
 def speaks_another(error: ssl.SSLError) -> bool:
