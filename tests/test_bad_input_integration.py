@@ -75,7 +75,7 @@ QUICK = [
     command("run --strategy-options { script.py", "--strategy-options '{' is not JSON"),
     command("run --strategy local_sgd(evry=5) script.py", "no option 'evry'", "mean 'every'"),
     command("run --strategy local_sgd(every=5 script.py", "--strategy: expected , or )"),
-    command("run --strategy local_sgd(inside=mesh) script.py", "local_sgd cannot hold mesh"),
+    command("run --strategy local_sgd(inside=one_device) script.py", "cannot hold one_device"),
     command('run --strategy-options {"evry":5} script.py', "no option 'evry'"),
     command("compare script.py --strategies mirrored,(", "--strategies: expected the name"),
     command("chaos script.py --strategy mirrored(a=1)", "--strategy: mirrored has no option 'a'"),

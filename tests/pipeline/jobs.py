@@ -261,7 +261,7 @@ def plain(model: str, optimizer: str, shards: int, microbatches: int) -> dict[st
     parts = [
         part for shard in rows.tensor_split(shards) for part in shard.tensor_split(microbatches)
     ]
-    group = sp.strategy("one_device").groups.data
+    group = sp.strategy("one_device").engine.groups.data
     for step in range(10):
         optim.zero_grad()
         total = 0.0

@@ -52,6 +52,7 @@ def test_two_processes_of_a_pair_share_a_data_shard(replicas: Replicas) -> None:
         assert one["groups"] == {
             "world": (rank, 4),
             "data": (rank // 2, 2),
+            "replicas": (rank // 2, 2),
             "model": (rank % 2, 2),
         }
         assert one["read"] == [1, 1 - rank // 2]

@@ -307,8 +307,8 @@ def test_a_lost_task_is_named_in_all_groups(replicas: Replicas, way: str) -> Non
 
 def test_what_cannot_be_is_refused(replicas: Replicas) -> None:
     for options, kind, text in (
-        ({"inside": "shards"}, "", "inside: 'shards' is not a strategy"),
-        ({"inside": "central_storage"}, "", "local_sgd with central_storage inside"),
+        ({"inside": "shards"}, "", "'shards' is not a strategy"),
+        ({"inside": "central_storage"}, "", "local_sgd cannot hold central_storage"),
         ({"inside": "sharded(zero=4)"}, "", "zero=4"),
         ({"inside": "sharded(block_bytes=0)"}, "", "block_bytes=0"),
         ({"inside": "sharded(timeout=3)"}, "", "timeout=3 of sharded inside local_sgd"),

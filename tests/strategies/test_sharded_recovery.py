@@ -206,5 +206,6 @@ def test_what_is_nowhere_is_named(
     ],
 )
 def test_what_cannot_recover_is_refused(options: dict[str, Any], text: str) -> None:
+    made = strategy_info("sharded").load()
     with pytest.raises(UserError, match=text):
-        strategy_info("sharded").load()(cluster=spec(0, 2, 29500), recovery=Recovery(), **options)
+        _ = made(cluster=spec(0, 2, 29500), recovery=Recovery(), **options).engine

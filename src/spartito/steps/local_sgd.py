@@ -15,7 +15,6 @@ from torch import nn
 from spartito.checkpoint.boxes import Cut
 from spartito.checkpoint.saved import Saved
 from spartito.cluster.spec import ClusterSpec
-from spartito.collectives.rendezvous import Rendezvous
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
 from spartito.engine.batchnorm import has_batchnorm
@@ -40,8 +39,7 @@ from spartito.steps.group_states import (
     load_own,
     states_of,
 )
-from spartito.steps.grouping import Found, Grouping, words_of
-from spartito.steps.groups import Connect
+from spartito.steps.grouping import Grouping, words_of
 from spartito.steps.pair import Pair
 from spartito.steps.sharing import Placed
 
@@ -82,6 +80,7 @@ class LocalSGD:
         exchange: Callable[[], sending.Exchange],
     ) -> None:
         self._grouping, self._every, self._turns = grouping, every, turns
+        self.connect = grouping.connect  # groups outlive the models that this one has
         self._outer, self._weights, self._exchange = outer, weights, exchange
         self._couplings: dict[int, Fragments] = {}  # by the id of a pair's optimizer
         self._warned = self._resumed = False
@@ -90,10 +89,6 @@ class LocalSGD:
     def inside(self, cluster: ClusterSpec) -> ClusterSpec:
         """As `Outer.inside`."""
         return self._grouping.inside(cluster)
-
-    def connect(self, rendezvous: Rendezvous, cluster: ClusterSpec, inner: Connect) -> Found:
-        """As `Outer.connect`."""
-        return self._grouping.connect(rendezvous, cluster, inner)
 
     def data_shard(self, own: tuple[int, int], cluster: ClusterSpec) -> tuple[int, int]:
         """As `Outer.data_shard`."""

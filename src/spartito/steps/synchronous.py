@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito.checkpoint.boxes import Cut
 from spartito.checkpoint.saved import Saved
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import ClusterSpec
@@ -251,8 +252,17 @@ class SynchronousStep(ReplicaStep):
             pair: A prepared one.
             column: Those who have the same, by their groups.
         """
-        cuts = partial(self._cuts, pair, "model")
-        return Replicas(pair.model, column, self.groups.model, cuts, partial(self.fractions, pair))
+        step = weakref.proxy(self)  # which has what has these values
+
+        def cuts() -> Mapping[str, Cut]:
+            found: Mapping[str, Cut] = step._cuts(pair, "model")
+            return found
+
+        def fractions(parameters: Sequence[nn.Parameter]) -> Sequence[float]:
+            found: Sequence[float] = step.fractions(pair, parameters)
+            return found
+
+        return Replicas(pair.model, column, self.groups.model, cuts, fractions)
 
     def fractions(self, pair: Pair, parameters: Sequence[nn.Parameter]) -> list[float]:
         """What each parameter here counts for in a sum over the tasks of one model.

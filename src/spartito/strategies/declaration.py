@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito.checkpoint.saving import Unwritten
+from spartito.cluster.limits import time_limit
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.resolver import resolve
 from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
@@ -100,6 +101,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         choose_device(self.device, self.cluster)
+        time_limit(self.timeout)
 
     if TYPE_CHECKING:
         job: ClassVar[ClusterSpec]
