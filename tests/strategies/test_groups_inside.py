@@ -311,7 +311,7 @@ def test_what_cannot_be_is_refused(replicas: Replicas) -> None:
         ({"inside": "central_storage"}, "", "local_sgd cannot hold central_storage"),
         ({"inside": "sharded(zero=4)"}, "", "zero=4"),
         ({"inside": "sharded(block_bytes=0)"}, "", "block_bytes=0"),
-        ({"inside": "sharded(timeout=3)"}, "", "timeout=3 of sharded inside local_sgd"),
+        ({"inside": "sharded(timeout=3)"}, "", "timeout is an option of the whole job"),
         ({"inside": "mesh(model=2)"}, "", r"model=2 in a job of 1 tasks"),
         ({"inside": "sharded", "groups": [[0], [1, 2]]}, "", "groups of 1 and 2 tasks that have a"),
         ({"inside": "sharded", "sites": 3, "every": [1, 2]}, "", "sites=3 of groups whose tasks"),
