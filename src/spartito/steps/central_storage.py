@@ -72,29 +72,7 @@ class CentralCoordination(SynchronousCoordination):
 
 
 class CentralStorageStep(SynchronousStep):
-    """Replicas on the CPUs of one machine that compute with the same memory, read in place.
-
-    Each replica adds up the gradients of its part of the elements, updates it in place, and holds
-    the optimizer's state of that part alone; the numbers are those of one device. torch's
-    Adafactor, Muon and the like, which look at whole parameters, get whole ones, after a sum as in
-    mirrored, and so does all in fp16. An optimizer that is not one of torch's own may look at all
-    parameters at once: the chief updates them all. Each replica has its own buffers.
-
-    What a replica writes into a parameter, all of them see, also after `close`: a script that
-    changes parameters by itself does so on the chief only, after an update. Hooks on the steps of
-    the optimizer are refused: a step has only a part of the gradients and of the new values.
-
-    Args:
-        cluster: The tasks of the job; None asks the environment.
-        parameter_device: "cpu", the host's memory.
-        device: Where replicas compute: the CPU too.
-        sync_batchnorm: As in `MirroredStep`.
-        timeout: Seconds that a wait for another task may take; None is ``SPARTITO_TIMEOUT``.
-        flush_denormals: As in `MirroredStep`.
-
-    Raises:
-        UserError: For GPUs, or a cluster on several machines.
-    """
+    """What a task does of each step under `CentralStorageStrategy`."""
 
     name = "central_storage"
     _divides_updates = False  # in its own way

@@ -50,11 +50,7 @@ LAYERS = "layers"
 
 
 class MeshStep(ShardingStep):
-    """Tensors are cut along the axes of a mesh, by rules about their named dims.
-
-    The model stays as it was written. The results are those of one device; the layout decides
-    on time and memory alone.
-    """
+    """What a task does of each step under `MeshStrategy`."""
 
     name = "mesh"
     _takes_shards = True
@@ -77,33 +73,6 @@ class MeshStep(ShardingStep):
         flush_denormals: bool = True,
         outer: Outer | None = None,
     ) -> None:
-        """Connects to nobody: that is done in `prepare`.
-
-        Args:
-            mesh: The sizes of its axes, ``{"data": 2, "model": 2}``; tasks are numbered row by
-                row, the last axis fastest. None: ``model`` tasks hold one model.
-            layout: Ordered rules ``(dim, axis)``, or a dict: for each dim of a tensor the first
-                rule whose axis the tensor does not use yet. The axis of "batch" has the data
-                shards.
-            names: Patterns of parameters' paths, as ``"blocks.*.up.weight"``, and the names of
-                their dims, which win over those of their module's type: ``("hidden", None)``;
-                ``"3*heads"`` is packed queries, keys and values.
-            strict: Whether dims that do not divide are refused; else they stay whole.
-            zero: What the data shards keep in shards of their part of the model.
-            block_bytes: As under `ShardedStrategy`.
-            model: Short for ``mesh={"data": tasks / model, "model": model}``; None: all tasks.
-            cluster: As under `SynchronousStep`, like all that follows.
-            device: Where this process computes.
-            sync_batchnorm: Whether BatchNorm is one over the global batch.
-            timeout: Seconds that a wait for another task may take.
-            communication: How the tasks exchange tensors; "ddp" cannot be had.
-            flush_denormals: Whether denormal numbers are 0.
-            outer: As under `SynchronousStep`.
-
-        Raises:
-            UserError: For a mesh of more or fewer tasks than the job has, a rule about an
-                axis that it lacks, or another value that cannot be.
-        """
         if mesh is not None and model is not None:
             raise UserError(
                 f"mesh={dict(mesh)} and model={model}", "model=2 is short for a mesh: give one."

@@ -6,7 +6,7 @@ from spartito.steps.synchronous import SynchronousStep
 
 
 class MirroredStep(SynchronousStep):
-    """One replica per process, all on this machine: shared memory on CPUs, NCCL on GPUs."""
+    """What a task does of each step under `MirroredStrategy`."""
 
     name = "mirrored"
     _recovers = True

@@ -29,10 +29,7 @@ from spartito.steps.synchronous import SynchronousStep
 
 
 class MultiWorkerMirroredStep(SynchronousStep):
-    """One replica per process, on any machines: shared memory inside a machine, sockets between.
-
-    Between machines gradients are summed while backward still runs, bitwise as without.
-    """
+    """What a task does of each step under `MultiWorkerMirroredStrategy`."""
 
     name = "multi_worker_mirrored"
     _recovers = True
@@ -52,28 +49,6 @@ class MultiWorkerMirroredStep(SynchronousStep):
         recovery: Recovery | None = None,
         outer: Outer | None = None,
     ) -> None:
-        """Connects to nobody: that is done in `prepare`.
-
-        Args:
-            cluster: As under `SynchronousStep`, like all that follows but the last.
-            device: Where this process computes.
-            sync_batchnorm: Whether BatchNorm is one over the global batch.
-            timeout: Seconds that a wait for another task may take.
-            communication: How the tasks exchange tensors.
-            find_unused_parameters: Whether parameters may get no gradient, with "ddp".
-            compress: How gradients go from machine to machine, on thin lines: None is as they
-                are; "bf16" half of the bytes, summed in fp32; "powersgd", "powersgd:RANK" or a
-                `PowerSGD` a tenth and less, with what is left out added to the next step. With
-                "ddp", as on GPUs, each replica's gradients go so.
-            bucket_bytes: Gradients leave in parts of at least so many bytes, as backward has them;
-                three such parts are worth it, fewer leave at its end.
-            flush_denormals: Whether denormal numbers are 0.
-            recovery: How a training goes on when a task is lost, as under `SynchronousStep`.
-            outer: As under `SynchronousStep`.
-
-        Raises:
-            UserError: For a value that this strategy cannot have.
-        """
         super().__init__(
             cluster=cluster,
             device=device,

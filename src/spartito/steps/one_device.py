@@ -6,6 +6,6 @@ from spartito.steps.synchronous import SynchronousStep
 
 
 class OneDeviceStep(SynchronousStep):
-    """Everything on one device of one process."""
+    """What a task does of each step under `OneDeviceStrategy`."""
 
     name = "one_device"

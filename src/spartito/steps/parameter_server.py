@@ -60,59 +60,7 @@ START_SECONDS = 60.0  # that a chief waits for workers which start more slowly
 
 
 class ParameterServerStep(InGroups):
-    """Workers push gradients to parameter servers and pull values, each at its own speed.
-
-    The batch size is global: one push is a worker's part of it. A worker that is alone on a
-    machine with several GPUs uses all of them (not run on GPUs yet).
-
-    Args:
-        cluster: The tasks of the job; None asks the environment.
-        max_staleness: None lets nobody wait for anybody; s >= 1 grants a pull only while no push
-            can get staler than s updates; 0 averages one push per worker, which equals
-            `MirroredStep`.
-        on_stale: What becomes of a push beyond the bound: "wait" lets it not happen, "reject" has
-            it computed again, "scale" divides its learning rate by its staleness (Zhang et al.
-            2016, arXiv:1511.05950) in units of the bound, "compensate" corrects its gradient g for
-            what the values w moved meanwhile: ``g + compensation * g * g * (w_now - w_pulled)``
-            (DC-ASGD, Zheng et al. 2017, arXiv:1609.08326). The last two take None as a bound of 0.
-        compensation: The strength of "compensate", 0 or more; None is as published: 0.04, and 2
-            with ``mean_square``.
-        mean_square: A decay, 0.95 as published, has the strength adapt: it is divided by the root
-            of a moving mean of each element's squared gradients.
-        aggregate: How many pushes make one update.
-        groups: Groups of workers that train apart, each with its own optimizer, and push what they
-            have moved: their number, the workers of each (``[[0, 1], [2]]``), or "machine". Inside
-            of a group all is synchronous. The servers run the outer optimizer. None: workers push
-            gradients.
-        every: How many updates a group makes from one push to the next.
-        outer: What servers make of the mean of what groups have moved, as under
-            `LocalSGDStep`: None averages the models.
-        quorum: So many groups are waited for and merged together; 1: nobody waits. A group that
-            missed its meeting is merged alone when it comes; what is more than ``max_staleness``
-            merges old is rejected, and computed again from newer values.
-        grace: Seconds that others may come, once a quorum has.
-        weights: "tokens": a group counts for what its losses were divided by since its last push;
-            "equal": all count the same.
-        replicas: 2 keeps every value on two servers, either of which may die: an update has its
-            reply when both have it. It takes an even number of servers.
-        min_shard_bytes: Tensors are cut over the servers where each part keeps so many bytes.
-        wire_dtype: "bf16" halves what is sent over a network; None sends the model's own dtype.
-        device: Where a worker computes; None is its own GPU, else the CPU.
-        timeout: Seconds that a wait for another task may take; None is ``SPARTITO_TIMEOUT``.
-        lease_seconds: A worker that is silent so long is given up, and others get its work.
-        snapshot_seconds: How often a server writes the state from which it starts again; the first
-            ones come sooner, after a tenth of this.
-        snapshot_dir: Where; None is ``SPARTITO_SNAPSHOT_DIR``, else a folder in ``/tmp``.
-        nan_limit: Pushes that are not finite are dropped; more than so many end the training.
-        push_log: A directory where every server records all its updates.
-        shared_memory: False sends everything by sockets, on one machine too.
-        flush_denormals: Whether denormal numbers are 0 on workers and servers, which is faster.
-        recovery: Lets the job outlive a chief that computes nothing: another process goes on from
-            its journal, and is waited for. None asks ``SPARTITO_RECOVERY``; unset: the job ends.
-
-    Raises:
-        UserError: For a cluster without a ps, or options that exclude each other.
-    """
+    """What a task does of each step under `ParameterServerStrategy`."""
 
     name = "parameter_server"
 

@@ -57,13 +57,7 @@ from spartito.steps.sharing import Placed
 
 
 class PipelineStep(MeshStep):
-    """The layers of a model are divided among tasks; batches pass them in microbatches.
-
-    The model stays as it is, and each task keeps the parameters and the optimizer's state of its
-    own stages. Several pipelines each take a data shard of the batch. On a mesh with further axes
-    the tensors of each stage are cut along these, as under `MeshStep`. The chief has the last
-    stage, and with it the loss and the output.
-    """
+    """What a task does of each step under `PipelineStrategy`."""
 
     name = "pipeline"
 
@@ -88,35 +82,6 @@ class PipelineStep(MeshStep):
         flush_denormals: bool = True,
         outer: Outer | None = None,
     ) -> None:
-        """Connects to nobody: that is done in `prepare`.
-
-        Args:
-            stages: Parts of the model; None: as many as there are tasks.
-            microbatches: Parts of each data shard's batch; of a batch with fewer rows, one of each
-                row. BatchNorm sees one at a time, as if so many small batches were accumulated.
-            schedule: "gpipe", "1f1b", "interleaved" (several stages for each task), "zero_bubble"
-                (gradients of weights are put off to fill gaps).
-            split: "auto" balances the stages by the time of each part in the first batch. Or paths
-                of modules, as ``["blocks.2"]``: with each a new stage begins.
-            stages_per_task: None: 2 if interleaved, else 1.
-            mesh: The sizes of its axes, ``{"pipeline": 2, "data": 2, "model": 2}``: those along
-                "pipeline" have the stages, the others are as under `MeshStep`. None: a
-                pipeline of all tasks, or as many as ``stages`` leaves.
-            layout: As under `MeshStep`, like the two that follow.
-            names: Patterns of parameters' paths, and the names of their dims.
-            strict: Whether dims that do not divide are refused.
-            zero: What the data shards of a stage keep in shards, as under `MeshStrategy`.
-            block_bytes: As under `ShardedStrategy`.
-            cluster: The tasks of the job; None asks the environment.
-            device: Where this process computes: the CPU.
-            timeout: Seconds that a wait for another task may take; None is ``SPARTITO_TIMEOUT``.
-            communication: As of `SynchronousStep`, but for "ddp".
-            flush_denormals: Whether denormal numbers are 0 where tasks compute, which is faster.
-            outer: As under `SynchronousStep`.
-
-        Raises:
-            UserError: Stages, tasks and schedule that do not go together.
-        """
         interleaves = schedule == "interleaved"
         self._per_task = (2 if interleaves else 1) if stages_per_task is None else stages_per_task
         self._stages, self._schedule, self._split = stages, schedule, split
