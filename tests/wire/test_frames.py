@@ -18,6 +18,7 @@ import pytest
 
 from spartito.wire.frames import PREFIX, START, Gone, ProtocolError, Wire, checksum
 from spartito.wire.handshake import MAGIC, VERSION
+from spartito.wire.streams import Sealed
 
 LIMIT = 1 << 16
 LONG = 60.0  # seconds that no passing test comes near
@@ -240,6 +241,18 @@ def test_a_connection_that_ends_anywhere_is_gone() -> None:
     for length in range(len(data)):
         assert isinstance(reply_to(data[:length]), Gone)
     assert reply_to(data) == NOTE
+
+
+def test_who_keeps_an_error_hides_it_from_nobody() -> None:
+    near, far = unix_pair()
+    far.close()
+    with Sealed(near, bytes(16), bytes(16)) as sealed:
+        wire = Wire(sealed, ACCEPTS, limit=LIMIT)
+        with pytest.raises(Gone) as kept:
+            wire.send(NOTE)
+        with pytest.raises(Gone):  # of a thread that does not know of it
+            wire.send(NOTE)
+    assert kept.tb is not None
 
 
 def test_a_sender_whose_reader_went_is_told() -> None:

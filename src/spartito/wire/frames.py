@@ -166,7 +166,11 @@ class Wire:
         flags = 0 if self.sums else NO_SUM
         PREFIX.pack_into(head, 0, MAGIC, VERSION, flags, 0, length, size, 0, total & _WRAP)
         _CRC.pack_into(head, _CRC_AT, zlib.crc32(head))
-        self._send_all(parts, len(head) + size)
+        try:
+            self._send_all(parts, len(head) + size)
+        except BaseException:
+            self._head = bytearray(START)  # who keeps the error has views of that one
+            raise
 
     def receive(self, into: memoryview | None = None) -> Any:
         """The next message; its payload lies in `payload` until the next call.
