@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from spartito.declared import Declared, parse
 from tests.replicas import Replicas
 from tests.strategies import nesting_jobs as jobs
 from tests.strategies.test_contracts import close
 
+PAGE = Path(__file__).parents[2] / "docs" / "strategies" / "nesting.md"
 slow = pytest.mark.slow
 
 DIVIDED = [
@@ -124,3 +127,22 @@ def test_groups_go_on_with_another_strategy_inside(
             close(one["losses"], own[number * each : (number + 1) * each])
         before = here
     close(found[0]["weights"], weights)
+
+
+def test_what_the_table_shows_is_tested() -> None:
+    """Each nesting that a cell of the page names, by who is nested in whom."""
+    tested = {
+        shape(parse(each)) for each in (*DIVIDED, *EIGHT, *map(of_groups, (*HELD, *HELD_BY_FOUR)))
+    }
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")][3:-2]
+    named = {text for row in rows for text in re.findall(r"`([a-z_]+\(.*?\))`", row)}
+    assert len(named) > 6
+    assert {shape(parse(text)) for text in named} <= tested
+
+
+def shape(declared: Declared) -> tuple[Any, ...]:
+    """Who is nested in whom, and what is in shards."""
+    options = declared.options
+    axes = tuple(sorted(options.get("mesh") or {}))
+    held = declared.inside
+    return declared.name, options.get("zero", 0), axes, shape(held) if held is not None else None

@@ -26,17 +26,11 @@ from spartito.engine.devices import choose_device
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike
 from spartito.errors import UserError
-from spartito.registry import strategy_info
+from spartito.registry import OF_THE_JOB, strategy_info
 from spartito.steps.base import Step
 from spartito.steps.coordination import Coordination
 from spartito.steps.distributed import Distributed, StepResult
 from spartito.steps.outer import Outer
-
-OF_JOB = (
-    "cluster", "device", "sync_batchnorm", "timeout", "communication", "flush_denormals",
-    "recovery",
-)  # fmt: skip
-"""What holds for a whole job, whatever nests in it."""
 
 
 class _Present:
@@ -135,7 +129,7 @@ class Strategy:
         known = signature(made).parameters
         given: dict[str, Any] = {} if outer is None else {"outer": outer}
         for each in fields(self):
-            of_job = each.name in OF_JOB
+            of_job = each.name in ("cluster", *OF_THE_JOB)
             value = getattr(whole if of_job else self, each.name)
             own, default = getattr(self, each.name), each.default
             if of_job and whole is not self and each.name != "cluster" and own != default:
