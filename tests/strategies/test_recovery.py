@@ -343,6 +343,14 @@ def test_what_cannot_recover_is_refused(name: str, options: dict[str, Any]) -> N
         _ = strategy_info(name).load()(cluster=spec(0, 2, 29500), **given).engine
 
 
+def test_a_launcher_that_asks_for_recovery_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARTITO_RECOVERY", "min_workers=1")
+    for name in ("mirrored", "multi_worker_mirrored", "sharded"):
+        strategy = strategy_info(name).load()(cluster=spec(0, 2, 29500))
+        assert strategy.engine.recovery == Recovery(min_workers=1), name
+        strategy.close()
+
+
 def own_loop(recovery: Recovery | None) -> tuple[float, float]:
     """What a loop of the user's own draws and learns."""
     torch.manual_seed(3)

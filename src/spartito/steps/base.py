@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from spartito import heartbeat
 from spartito.checkpoint.saving import Unwritten
+from spartito.cluster.recovery import Recovery
 from spartito.cluster.resolver import resolve
 from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
 from spartito.data.batch import Batch
@@ -46,6 +47,8 @@ class Step(ABC):
     name: ClassVar[str]
     coordination: Coordination
     """What the tasks agree on beside the computation."""
+    recovery: Recovery | None = None
+    """How `Trainer.fit` goes on when a task is lost; None: it ends."""
     groups: Groups
     """The groups that this task is in: "world", "data" and "model"."""
 

@@ -103,7 +103,6 @@ class SynchronousStep(ReplicaStep):
                 f"recovery under {self._called}",
                 "Choose mirrored, multi_worker_mirrored or sharded.",
             )
-        self.recovery: Recovery | None = None
         if recovers:
             self.recovery = chosen_recovery(recovery, self.cluster, communication, self.device)
         self._repeating = None if self.recovery is None else Repeating()
