@@ -178,7 +178,7 @@ def accumulated(name: str, optimizer: str, steps: int, shards: int) -> list[floa
         globalize(net)
     update = getattr(torch.optim, optimizer)(net.parameters(), OPTIMIZERS[optimizer])
     assert subject.loss is not None
-    alone, losses = sp.strategy("one_device").groups.data, []
+    alone, losses = sp.strategy("one_device").engine.groups.data, []
     for step in range(steps):
         first, total = step * subject.rows % len(x), 0.0
         update.zero_grad()

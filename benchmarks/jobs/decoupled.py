@@ -37,7 +37,7 @@ def main() -> None:
             (folder / f"{task}.began").touch()
         return found
 
-    strategy.engine.step = step
+    strategy.engine.step = step  # type: ignore[method-assign]
     net = sp.models.MnistMLP()
     trainer = sp.Trainer(
         net,
