@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import spartito as sp
 from spartito.declared import Declared, parse
 from tests.replicas import Replicas
 from tests.strategies import nesting_jobs as jobs
@@ -127,6 +128,17 @@ def test_groups_go_on_with_another_strategy_inside(
             close(one["losses"], own[number * each : (number + 1) * each])
         before = here
     close(found[0]["weights"], weights)
+
+
+def test_what_cannot_lie_inside_is_refused() -> None:
+    alone = sp.ClusterSpec.alone()
+    for inside, text in (
+        (sp.LocalSGDStrategy(cluster=alone), "local_sgd with local_sgd inside"),
+        (sp.CentralStorageStrategy(cluster=alone), "local_sgd with central_storage inside"),
+        (sp.MeshStrategy(timeout=3, cluster=alone), "timeout=3 of mesh inside local_sgd"),
+    ):
+        with pytest.raises(sp.UserError, match=text):
+            _ = sp.LocalSGDStrategy(groups=1, inside=inside, cluster=alone).engine
 
 
 def test_what_the_table_shows_is_tested() -> None:

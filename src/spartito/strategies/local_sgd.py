@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from spartito.collectives.placement import PROCESS_GROUP
 from spartito.declared import Declared
 from spartito.errors import UserError
 from spartito.local import sending
-from spartito.local.outer import Average, Outer, choose
+from spartito.local.outer import Average, choose
+from spartito.local.outer import Outer as OuterOptimizer
 from spartito.local.plan import TOKENS, Asked, Sites, check_weights, updates_between
 from spartito.local.turns import turns_of
 from spartito.registry import strategy_info
 from spartito.steps.base import Step
 from spartito.steps.grouping import Grouping
 from spartito.steps.local_sgd import LocalSGD
+from spartito.steps.outer import Outer
 from spartito.strategies.declaration import Strategy, nested
 
 
@@ -60,7 +61,7 @@ class LocalSGDStrategy(Strategy):
 
     groups: Asked = 2
     every: int | Sequence[int] = 20
-    outer: Outer = None
+    outer: OuterOptimizer = None
     weights: str = TOKENS
     compress: str | None = None
     fragments: int = 1
@@ -87,13 +88,17 @@ class LocalSGDStrategy(Strategy):
         outer, exchange = choose(self.outer), sending.choose(self.compress)
         self.__dict__["_loop"] = (every, turns, outer, self.weights, exchange)
 
-    @cached_property
-    def engine(self) -> Step:
-        """As `Strategy.engine`: the steps of a group, with the outer loop around them."""
-        every, turns, outer, *rest = self.__dict__["_loop"]
+    def step_of(self, whole: Strategy, outer: Outer | None = None) -> Step:
+        """As `Strategy.step_of`: the steps of a group, with the outer loop around them."""
+        if outer is not None:
+            raise UserError(
+                f"{whole.name} with local_sgd inside",
+                "Groups of groups are sites: local_sgd(groups=4, sites=2, every=[20, 200]).",
+            )
+        every, turns, make, *rest = self.__dict__["_loop"]
         groups, sites = (1, None) if self.is_evaluator else (self.groups, self.sites)
-        apart = not isinstance(outer, Average)
+        apart = not isinstance(make, Average)
         inside = nested(self.inside, self.job)
         alike = strategy_info(inside.name).divides_model and not self.is_evaluator
         grouping = Grouping(groups, sites, apart, turns.delay > 0, alike)
-        return inside.step_of(self, LocalSGD(grouping, every, turns, outer, *rest))
+        return inside.step_of(whole, LocalSGD(grouping, every, turns, make, *rest))
