@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from spartito.steps.coordination import Coordination, SynchronousCoordination
     from spartito.steps.distributed import Distributed, Figures, StepResult
     from spartito.steps.groups import Groups
-    from spartito.steps.replica import ReplicaStep
-    from spartito.steps.synchronous import SynchronousStep
+    from spartito.steps.parts import Exchange, Parts, Placement
+    from spartito.steps.step import Step
+    from spartito.steps.team import Team
+    from spartito.steps.topology import Topology
     from spartito.strategies import Strategy
     from spartito.training.callback import Callback, Logs, Training
     from spartito.training.callbacks.loggers import Logger
@@ -45,16 +47,20 @@ __getattr__ = _attach(
         "LossFunction": "spartito.engine.loss",
         "Metric": "spartito.training.metrics.base",
         "MetricFunction": "spartito.training.metrics.mean",
+        "Exchange": "spartito.steps.parts",
         "OptimizerLike": "spartito.engine.optimizers",
+        "Parts": "spartito.steps.parts",
+        "Placement": "spartito.steps.parts",
         "Rendezvous": "spartito.collectives.rendezvous",
-        "ReplicaStep": "spartito.steps.replica",
         "Resolver": "spartito.cluster.resolver",
         "State": "spartito.training.metrics.base",
         "StepResult": "spartito.steps.distributed",
         "Strategy": "spartito.strategies",
         "StrategyInfo": "spartito.registry",
         "SynchronousCoordination": "spartito.steps.coordination",
-        "SynchronousStep": "spartito.steps.synchronous",
+        "Step": "spartito.steps.step",
+        "Team": "spartito.steps.team",
+        "Topology": "spartito.steps.topology",
         "Task": "spartito.cluster.spec",
         "Traffic": "spartito.collectives.collective",
         "Training": "spartito.training.callback",
@@ -79,16 +85,20 @@ __all__ = [
     "LossFunction",
     "Metric",
     "MetricFunction",
+    "Exchange",
     "OptimizerLike",
+    "Parts",
+    "Placement",
     "Rendezvous",
-    "ReplicaStep",
     "Resolver",
     "State",
     "StepResult",
     "Strategy",
     "StrategyInfo",
     "SynchronousCoordination",
-    "SynchronousStep",
+    "Step",
+    "Team",
+    "Topology",
     "Task",
     "Traffic",
     "Training",

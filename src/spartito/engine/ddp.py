@@ -236,8 +236,9 @@ class OverlappedGradients(PackedGradients):
             self._collective.barrier()  # gloo would wait there for one that is at another call
         return found
 
-    def before_forward(self, is_last: bool) -> None:
+    def before_forward(self, is_last: bool, epoch: int) -> None:
         """As `Gradients.before_forward`; batches that only accumulate exchange nothing."""
+        self.compression.epoch = epoch
         self._model.synchronizes = is_last
 
     def give_up_overlap(self) -> None:

@@ -77,7 +77,9 @@ class Gradients(ABC):
         self.loss_divisor = self.loss_divisor or loss_divisor
         return self.loss_divisor
 
-    def before_forward(self, is_last: bool) -> None:  # noqa: B027 - few have something to do
+    def before_forward(  # noqa: B027 - few have something to do
+        self, is_last: bool, epoch: int
+    ) -> None:
         """Before a forward pass; ``is_last``: an update follows on its backward pass."""
 
     def rescale(self, loss_divisor: float) -> None:

@@ -184,8 +184,9 @@ class StreamedGradients(PackedGradients):
         ]
         self._bucket_of = {m: n for n, bucket in enumerate(self._buckets) for m in bucket.members}
 
-    def before_forward(self, is_last: bool) -> None:
+    def before_forward(self, is_last: bool, epoch: int) -> None:
         """As `Gradients.before_forward`; batches that only accumulate send nothing."""
+        self.compression.epoch = epoch
         self._is_last = is_last
 
     def begin(self, loss_divisor: float) -> float:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from zlib import crc32
 
 import torch
@@ -39,12 +39,83 @@ from spartito.engine.checksum import (
 from spartito.engine.optimizers import unwrap
 from spartito.errors import UnwritableError, UserError
 from spartito.log import warn
-from spartito.steps.groups import Groups
+from spartito.steps.groups import ALIKE, Groups
 from spartito.steps.outer import EveryStep, Outer
 from spartito.steps.pair import Pairs
 from spartito.steps.record import write_record
 
 T = TypeVar("T")
+
+
+class Agreement(Protocol):
+    """What the tasks of a job compare, and make equal, beside what all strategies do."""
+
+    def settle(self) -> None:
+        """Make what all have written into parameters their values; all call this."""
+        ...
+
+    def checksum(self, parameters: Sequence[nn.Parameter]) -> int | None:
+        """Of what must be equal on all replicas; None: of these parameters' values."""
+        ...
+
+    def compare(self, order: int) -> None:
+        """Raise `UserError` that names who differs; ``order`` is a checksum of the examples."""
+        ...
+
+    def settle_buffers(self) -> None:
+        """Make buffers equal, or refuse those that are not."""
+        ...
+
+
+class Account(Protocol):
+    """What is told of a model that lies on several tasks."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this task exchanged outside of its groups."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What a run's settings tell of it, as JSON."""
+        ...
+
+    def conclude(self) -> None:
+        """An epoch is over; all tasks call it."""
+        ...
+
+    def counted(self, parts: list[bytes]) -> list[bytes]:
+        """What tasks of all data shards have found in outputs: of who has these; all call it."""
+        ...
+
+
+class Alike:
+    """Tasks that have each all of a model: there is nothing more to compare, or to tell."""
+
+    traffic = Traffic()
+
+    def settle(self) -> None:
+        """They write into their own."""
+
+    def checksum(self, parameters: Sequence[nn.Parameter]) -> int | None:
+        """That of the values."""
+        return None
+
+    def compare(self, order: int) -> None:
+        """All was compared."""
+
+    def settle_buffers(self) -> None:
+        """All are equal."""
+
+    def describe(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def conclude(self) -> None:
+        """There is nothing to tell."""
+
+    def counted(self, parts: list[bytes]) -> list[bytes]:
+        """All of them."""
+        return parts
 
 
 class Coordination(ABC):
@@ -249,6 +320,10 @@ class SynchronousCoordination(Coordination):
     ) -> None:
         super().__init__(name, job, cluster, pairs)
         self.groups, self._outer = groups, outer or EveryStep()
+        self.agreements: Sequence[Agreement] = ()
+        """What the parts of a step compare beside."""
+        self.account: Account = Alike()
+        """What is told of how models lie."""
         self._told: set[str] = set()  # buffers of which a warning has told
 
     @property
@@ -256,9 +331,10 @@ class SynchronousCoordination(Coordination):
         return self._outer.is_whole
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), **self._outer.describe()}
+        return {**super().describe(), **self._outer.describe(), **self.account.describe()}
 
     def figures(self, own: Sequence[float]) -> dict[str, float]:
+        self.account.conclude()
         return self._outer.figures(own, self._pairs.in_use)
 
     @property
@@ -267,7 +343,7 @@ class SynchronousCoordination(Coordination):
 
     @property
     def traffic(self) -> Traffic:
-        found = [group.traffic for group in self.groups.values()]
+        found = [self.account.traffic, *(group.traffic for group in self.groups.values())]
         each = {id(one): one for one in found}.values()
         return Traffic(
             sum(one.sent for one in each),
@@ -303,30 +379,48 @@ class SynchronousCoordination(Coordination):
         if not self._outer.is_whole:
             for pair in self._pairs.in_use:
                 own = shared_buffers(unwrap(pair.model), with_synchronized=False)
-                self._settle(self.groups.data, own, is_strict=False)
+                self.settle_buffers(self.groups.data, own, is_strict=False)
         self._outer.show(self._pairs.in_use)
 
     def compare(self, order: int = 0) -> None:
         self._together(lambda: self._compare(order))
         self.compare_buffers()
 
+    def settle(self) -> None:
+        """Make what all have written into parameters their values; all call this."""
+        for each in self.agreements:
+            each.settle()
+
     def compare_buffers(self) -> None:
         self._together(self._settle_buffers)
 
     def _settle_buffers(self) -> str:
         self._settle_all(self.groups.replicas)
+        for each in self.agreements:
+            each.settle_buffers()
         return ""
 
     def _settle_all(self, group: Collective) -> None:
         """Make the buffers of all models alike in a group, or refuse those that are not."""
         for pair in self._pairs.all:
             model, is_strict = unwrap(pair.model), pair.randomness is not None
-            self._settle(group, shared_buffers(model), is_strict)
+            self.settle_buffers(group, shared_buffers(model), is_strict)
             if is_strict:
                 refuse(group, unlike_caches(group, caches(model)))
 
-    def _settle(self, group: Collective, buffers: dict[str, Tensor], is_strict: bool) -> None:
-        """Refuse buffers that differ between the tasks of ``group``, or give all the first's."""
+    def settle_buffers(
+        self, group: Collective, buffers: dict[str, Tensor], is_strict: bool
+    ) -> None:
+        """Refuse buffers that differ between the tasks of a group, or give all the first's.
+
+        Args:
+            group: Who all call it.
+            buffers: By their names.
+            is_strict: Whether to refuse them.
+
+        Raises:
+            UserError: They differ, and are to be equal.
+        """
         others = unlike(group, buffers)
         if not others:
             return
@@ -347,7 +441,7 @@ class SynchronousCoordination(Coordination):
     def _together(self, work: Callable[[], str]) -> None:
         """Do what the tasks of one data shard may raise on some: all of a model hear of it."""
         try:
-            if self.groups.model.world_size > 1:
+            if self.groups.model.world_size > 1 or ALIKE in self.groups:
                 self.attempt(work)
             else:
                 work()
@@ -356,17 +450,27 @@ class SynchronousCoordination(Coordination):
             raise
 
     def _compare(self, order: int) -> str:
+        self.settle()
         compared = self.groups.replicas if self._outer.is_apart else self.groups.data
-        self._compare_in(compared, self._parameters(), order)
+        self.compare_in(compared, self.parameters(), order)
+        for each in self.agreements:
+            each.compare(order)
         for pair in self._pairs.all:
             pair.gradients.compared()
         self._pairs.unseen = False
         return ""
 
-    def _compare_in(
-        self, group: Collective, parameters: Sequence[nn.Parameter], order: int
-    ) -> None:
-        """Raise `UserError` unless all tasks of a group have the same of these."""
+    def compare_in(self, group: Collective, parameters: Sequence[nn.Parameter], order: int) -> None:
+        """Refuse a task that has not the same as the others of a group.
+
+        Args:
+            group: Who all call it.
+            parameters: Of each the same ones.
+            order: A checksum of the examples so far, in their order.
+
+        Raises:
+            UserError: Which one it is, and what differs.
+        """
         if group.world_size == 1:
             return
         learn = crc32(bytes(parameter.requires_grad for parameter in parameters))
@@ -392,9 +496,12 @@ class SynchronousCoordination(Coordination):
 
     def checksum(self, parameters: Sequence[nn.Parameter]) -> int:
         """A checksum of what must be equal on all replicas."""
+        for each in self.agreements:
+            if (found := each.checksum(parameters)) is not None:
+                return found
         return checksum(parameters)
 
-    def _parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[nn.Parameter]:
         """Those here of all prepared models."""
         models = [pair.model for pair in self._pairs.all]
         return [p for model in models for p in model.parameters() if not p.is_meta]

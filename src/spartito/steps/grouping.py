@@ -16,8 +16,7 @@ from spartito.local.flight import Now
 from spartito.local.joined import JoinedGroups
 from spartito.local.plan import MACHINE, Asked, Members, Sites, check_alike, groups_of, sites_of
 from spartito.local.sites import JoinedSites
-from spartito.steps.groups import DATA, MODEL, REPLICAS, Connect
-from spartito.steps.shards import ALIKE, SHARDS
+from spartito.steps.groups import ALIKE, DATA, MODEL, REPLICAS, SHARDS, Connect
 
 INSIDE, BETWEEN, FAR = "group", "leaders", "sites"
 """The tasks of one's own group; the first one of each group; the first one of each site."""

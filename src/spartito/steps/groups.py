@@ -23,6 +23,15 @@ groups that train apart it is `DATA`."""
 MODEL = "model"
 """The tasks that compute one data shard together, each with its part of the model."""
 
+SHARDS, COPIES = "shards", "copies"
+"""The tasks that have shards of one model between them; those that have the same shard."""
+ALIKE = "same shard"
+"""Those of other groups that train apart, and have the same shard of a model."""
+AXIS = "axis:"
+"""Before the name of an axis: the group of the tasks along it."""
+LAYERS = "layers"
+"""The tasks that compute the same layers of one data shard: all of `MODEL` but in a pipeline."""
+
 Connect = Callable[[Rendezvous, ClusterSpec], Mapping[str, Collective]]
 
 

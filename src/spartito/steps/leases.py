@@ -47,9 +47,17 @@ WATCH_SECONDS = 0.1  # between two looks of a chief that computes nothing
 class Computer(Protocol):
     """What the batches need to know of the strategy that computes them."""
 
-    device: torch.device
-    coordination: LeasedCoordination
     denormals: Denormals
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        ...
+
+    @property
+    def coordination(self) -> LeasedCoordination:
+        """What the tasks agree on."""
+        ...
 
     @property
     def in_groups(self) -> bool:

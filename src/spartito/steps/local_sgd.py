@@ -15,7 +15,6 @@ from torch import nn
 from spartito.checkpoint.boxes import Cut
 from spartito.checkpoint.saved import Saved
 from spartito.cluster.spec import ClusterSpec
-from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.optimizers import NoOptimizer, unwrap
@@ -27,7 +26,6 @@ from spartito.local.joined import JoinedGroups
 from spartito.local.outer import Average, OuterFactory
 from spartito.local.sites import Hierarchy, JoinedSites
 from spartito.local.turns import Turns
-from spartito.local.values import Values
 from spartito.log import warn
 from spartito.steps.coordination import SynchronousCoordination
 from spartito.steps.distributed import StepResult
@@ -40,11 +38,12 @@ from spartito.steps.group_states import (
     states_of,
 )
 from spartito.steps.grouping import Grouping, words_of
+from spartito.steps.outer import Here, MakeValues
 from spartito.steps.pair import Pair
 from spartito.steps.sharing import Placed
 
 if TYPE_CHECKING:
-    from spartito.steps.synchronous import SynchronousStep
+    from spartito.steps.team import Team
 
 GROUP_LOSS = "loss_of_group_"
 LEVELS = (
@@ -83,6 +82,7 @@ class LocalSGD:
         self.connect = grouping.connect  # groups outlive the models that this one has
         self._outer, self._weights, self._exchange = outer, weights, exchange
         self._couplings: dict[int, Fragments] = {}  # by the id of a pair's optimizer
+        self._unread: dict[int, tuple[Saved, Callable[[], Here]]] = {}  # of pairs to come
         self._warned = self._resumed = False
         self._coordination: SynchronousCoordination
 
@@ -104,13 +104,13 @@ class LocalSGD:
         norms = any(has_batchnorm(pair.model) for pair in pairs)
         return replace(chain, least=2 if norms else chain.least, groups=self._grouping.shards)
 
-    def check(self, model: nn.Module, precision: str, step: SynchronousStep) -> None:
+    def check(self, model: nn.Module, precision: str, team: Team) -> None:
         """As `Outer.check`."""
-        self._coordination = step.coordination  # type: ignore[assignment]  # of a synchronous step
-        step.groups.meet()
+        self._coordination = team.coordination  # type: ignore[assignment]  # of groups that meet
+        team.groups.meet()
         if self._grouping.column is None:
             return
-        if precision in ("fp16", "16-mixed"):
+        if precision == "fp16":
             raise UserError(
                 "precision='fp16' under local_sgd: each group would have its own loss scale",
                 "Choose precision='bf16'.",
@@ -127,23 +127,25 @@ class LocalSGD:
                     "All tasks of all groups build the same one.",
                 )
 
-    def add(self, pair: Pair, step: SynchronousStep) -> None:
-        """As `Outer.add`."""
+    def add(self, pair: Pair, team: Team, values: MakeValues) -> None:
+        """As `Outer.add`; what was loaded before, it goes on from now."""
         column = self._grouping.column
         if column is None or isinstance(pair.optimizer, NoOptimizer):
             return
-        made = Fragments(pair.model, lambda: self._coupling(pair, column, step.values), self._turns)
+        made = Fragments(pair.model, lambda: self._coupling(pair, column, values), self._turns)
 
         def follow() -> str:
             made.follow(pair.gradients.parameters, strict=True)
             return ""
 
-        with step.coordination.during("prepare"):
-            step.coordination.attempt(follow)
+        with team.coordination.during("prepare"):
+            team.coordination.attempt(follow)
         self._couplings[id(pair.optimizer)] = made
+        if (unread := self._unread.pop(id(pair.optimizer), None)) is not None:
+            self.load(pair, *unread)
 
     def _coupling(
-        self, pair: Pair, column: JoinedGroups, values_of: Callable[[Pair, JoinedGroups], Values]
+        self, pair: Pair, column: JoinedGroups, values_of: MakeValues
     ) -> Coupling | Hierarchy:
         values = values_of(pair, column)
         values.only_finite = self._coordination.skips_nonfinite
@@ -155,21 +157,11 @@ class LocalSGD:
         near = Coupling(inside, Average(), self._weights, sending.Whole())
         return Hierarchy(near, made, column, self._every // self._turns.every)
 
-    def placed(self, make: Callable[..., Placed], *args: Any) -> Placed:
+    def placed(self, found: Placed, training: bool) -> Placed:
         """As `Outer.placed`."""
-        if self._grouping.near is None:
-            return make(*args)
-        *before, pairs = args
-        batches, device, announce, group, denormals = before
-        if pairs is not None:  # those of a training
-
-            def begin(batch: Batch) -> None:
-                self.begin()
-                announce(batch)
-
-            before = [batches, device, begin, group, denormals]
-        found = make(*before, pairs)
         found.near = self._grouping.near
+        if found.near is not None and training:
+            found.before = self.begin
         return found
 
     def begin(self) -> None:
@@ -309,11 +301,12 @@ class LocalSGD:
                 coupling.settle()
         return coupling
 
-    def load(self, pair: Pair, saved: Saved, cuts: Mapping[str, Cut], kept: set[str]) -> None:
-        """As `Outer.load`."""
+    def load(self, pair: Pair, saved: Saved, here: Callable[[], Here]) -> None:
+        """As `Outer.load`; of a pair that is added later then."""
         self._resumed = True
         coupling = self._settled(pair)
         if coupling is None:
+            self._load_later(pair, saved, here)
             return
         if "optimizer" not in saved or SECTION not in saved:
             coupling.restart()
@@ -323,10 +316,22 @@ class LocalSGD:
             index, is_same = self._grouping.index, self._is_like(saved)
             coupling.load(*states_of(saved, index if is_same else None))
             if is_same:
+                cuts, kept = here()
                 load_own(pair, saved, index, kept, cuts)
             return ""
 
         self._coordination.attempt(load)
+
+    def _load_later(self, pair: Pair, saved: Saved, here: Callable[[], Here]) -> None:
+        """Keep what was loaded before it is known what this task has of a pair."""
+        if self._grouping.column is None or isinstance(pair.optimizer, NoOptimizer):
+            return
+        if "accumulated" in saved:
+            raise UserError(
+                "a checkpoint between the batches of an update, of pipelines in groups",
+                "Go on from one at the end of an update, as callbacks write it.",
+            )
+        self._unread[id(pair.optimizer)] = saved, here
 
     def _is_like(self, saved: Saved) -> bool:
         """Whether a checkpoint is of groups like these; else say what it is of."""

@@ -14,17 +14,23 @@ from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import Rendezvous
 from spartito.data.dataset import Dataset
+from spartito.local.joined import JoinedGroups
+from spartito.local.values import Values
 from spartito.steps.distributed import StepResult
 from spartito.steps.groups import DATA, REPLICAS, Connect
 from spartito.steps.pair import Pair
 from spartito.steps.sharing import Placed
 
 if TYPE_CHECKING:
-    from spartito.steps.synchronous import SynchronousStep
+    from spartito.steps.team import Team
 
 
 Found = Mapping[str, Collective]
 """Groups by their names."""
+MakeValues = Callable[[Pair, JoinedGroups], Values]
+"""Makes what this task has of a pair's parameters, by those of other groups who have the same."""
+Here = tuple[Mapping[str, Cut], set[str]]
+"""How the state of an optimizer is cut, and the names of the parameters of which it is here."""
 
 
 class Outer(Protocol):
@@ -56,16 +62,19 @@ class Outer(Protocol):
         """A training's data, cut among the groups first."""
         ...
 
-    def check(self, model: nn.Module, precision: str, step: SynchronousStep) -> None:
+    def check(self, model: nn.Module, precision: str, team: Team) -> None:
         """Before a model is prepared: refuse what differs between groups; all tasks call it."""
         ...
 
-    def add(self, pair: Pair, step: SynchronousStep) -> None:
-        """Couple the groups of a pair that was prepared; all tasks call it."""
+    def add(self, pair: Pair, team: Team, values: MakeValues) -> None:
+        """Couple the groups of a pair that was prepared; all tasks call it.
+
+        ``values`` makes what a task has of it.
+        """
         ...
 
-    def placed(self, make: Callable[..., Placed], *args: Any) -> Placed:
-        """The batches of a data shard; the arguments are those of `Placed`."""
+    def placed(self, found: Placed, training: bool) -> Placed:
+        """The batches of a data shard, for a training or an evaluation."""
         ...
 
     def begin(self) -> None:
@@ -92,8 +101,11 @@ class Outer(Protocol):
         """The state of a pair, with what each group alone has; all tasks call it."""
         ...
 
-    def load(self, pair: Pair, saved: Saved, cuts: Mapping[str, Cut], kept: set[str]) -> None:
-        """Go on where a checkpoint was, whose model is in place; all tasks call it."""
+    def load(self, pair: Pair, saved: Saved, here: Callable[[], Here]) -> None:
+        """Go on where a checkpoint was, whose model is in place; all tasks call it.
+
+        ``here`` tells what of the optimizer this task has.
+        """
         ...
 
     # What the tasks agree on beside the computation.
@@ -153,15 +165,15 @@ class EveryStep:
         """As it is."""
         return chain
 
-    def check(self, model: nn.Module, precision: str, step: SynchronousStep) -> None:
+    def check(self, model: nn.Module, precision: str, team: Team) -> None:
         """All is well."""
 
-    def add(self, pair: Pair, step: SynchronousStep) -> None:
+    def add(self, pair: Pair, team: Team, values: MakeValues) -> None:
         """There is nothing to couple."""
 
-    def placed(self, make: Callable[..., Placed], *args: Any) -> Placed:
+    def placed(self, found: Placed, training: bool) -> Placed:
         """As they are."""
-        return make(*args)
+        return found
 
     def begin(self) -> None:
         """Nothing has to be taken back."""
@@ -184,7 +196,7 @@ class EveryStep:
         """That is all."""
         return state
 
-    def load(self, pair: Pair, saved: Saved, cuts: Mapping[str, Cut], kept: set[str]) -> None:
+    def load(self, pair: Pair, saved: Saved, here: Callable[[], Here]) -> None:
         """There is nothing more."""
 
     def has(self, pair: Pair) -> bool:

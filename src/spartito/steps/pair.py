@@ -36,6 +36,7 @@ class Pair:
     seed: int
     randomness: GlobalRandomness | None  # where training is deterministic
     loss_scale: LossScale
+    synchronized: bool = False  # its BatchNorm is one over the global batch
     passes: int = 0
     is_compared: bool = False  # its buffers, after the first update
     evaluates: bool = False  # whether its norms may evaluate parts of batches
@@ -44,6 +45,7 @@ class Pair:
     kept: Undo | None = None  # what was in the buffers
     saved: dict[str, Any] | None = None  # what `accumulated` returned for a checkpoint
     taken: int = 0  # how many of its gradients another optimizer's update has cleared
+    order: list[str] = field(default_factory=list)  # of its names, where this task has not all
     _known: list[nn.Parameter] = field(default_factory=list)  # all of the optimizer's, none new
 
     def __post_init__(self) -> None:
@@ -107,6 +109,15 @@ class Pair:
         """The user's names of what learns."""
         names = {id(p): name for name, p in unwrap(self.model).named_parameters()}
         return [names[id(parameter)] for parameter in self.gradients.parameters]
+
+
+def tensors_of(model: nn.Module) -> dict[int, Tensor]:
+    """The parameters and buffers of a model by id.
+
+    Args:
+        model: With whatever wraps it.
+    """
+    return {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
 
 
 def check_unchanged(pair: Pair) -> None:

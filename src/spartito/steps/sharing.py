@@ -66,10 +66,17 @@ class Placed(Distributed):
         group: Collective,
         denormals: Denormals,
         pairs: Pairs | None = None,
+        counted: Callable[[list[bytes]], list[bytes]] = list,
     ) -> None:
-        """``group`` is that of the data shards; ``pairs`` are what these batches train."""
+        """``group`` is that of the data shards; ``pairs`` are what these batches train.
+
+        ``counted`` makes of the metrics of all data shards those of who has seen outputs.
+        """
         self._batches, self._device, self._announce = batches, device, announce
         self._group, self._denormals, self._pairs = group, denormals, pairs
+        self._counted = counted
+        self.before: Callable[[], None] = lambda: None
+        """Is called before a batch is announced."""
         self._order, self._alike, self._like = 0, 0, (0, 0)
         self.waited = 0.0
 
@@ -118,7 +125,7 @@ class Placed(Distributed):
         return torch.cat(self._group.all_gather_rows(rows))
 
     def collect(self, own: bytes) -> list[bytes]:
-        return self._group.all_gather_bytes(own)
+        return self._counted(self._group.all_gather_bytes(own))
 
     @property
     def seen(self) -> tuple[Any, ...]:
@@ -164,6 +171,7 @@ class Placed(Distributed):
             if elsewhere:
                 data, spare = rows(batch.data, self._move), rows(batch.spare, self._move)
                 batch = structs.replace(batch, data=data, spare=spare)
+            self.before()
             self._announce(batch)
             if (batch.drawn, batch.global_size) != self._like:
                 self._note((batch.drawn, batch.global_size))

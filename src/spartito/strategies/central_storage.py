@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from spartito.steps.one_copy import OneCopy, OneMemory, check_devices
+from spartito.steps.parts import Parts
+from spartito.steps.replicated import Replicated
+from spartito.steps.team import Team
 from spartito.strategies.declaration import Strategy
 
 
@@ -28,6 +32,13 @@ class CentralStorageStrategy(Strategy):
     """
 
     name = "central_storage"
-    implementation = "spartito.steps.central_storage:CentralStorageStep"
+    nests = False
+    without = ("communication", "recovery")
 
     parameter_device: torch.device | str = "cpu"
+
+    def parts(self, team: Team) -> Parts:
+        """As `Strategy.parts`."""
+        check_devices(self.parameter_device, self.device)
+        exchange = OneCopy(team)
+        return Parts(OneMemory(), Replicated(team, exchange), exchange)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from importlib import import_module
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -27,10 +26,13 @@ from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike
 from spartito.errors import UserError
 from spartito.registry import OF_THE_JOB, strategy_info
-from spartito.steps.base import Step
 from spartito.steps.coordination import Coordination
 from spartito.steps.distributed import Distributed, StepResult
 from spartito.steps.outer import Outer
+from spartito.steps.parts import Parts
+from spartito.steps.recovery import chosen_recovery
+from spartito.steps.step import Step
+from spartito.steps.team import Team
 
 
 class _Present:
@@ -79,8 +81,12 @@ class Strategy:
 
     name: ClassVar[str]
     """What people call it, as in ``--strategy``."""
-    implementation: ClassVar[str]
-    """Where its step is: ``"package.module:Class"``."""
+    nests: ClassVar[bool] = True
+    """Whether groups of another strategy may train so."""
+    recovers: ClassVar[bool] = False
+    """Whether a training may outlive the loss of a task."""
+    without: ClassVar[tuple[str, ...]] = ()
+    """The options of a job that it has no use for."""
 
     if TYPE_CHECKING:
         cluster: ClusterSpec = field(default=None)  # type: ignore[assignment]  # given by the job
@@ -124,30 +130,60 @@ class Strategy:
         Raises:
             UserError: If the job's tasks cannot train so.
         """
-        module, _, kind = self.implementation.partition(":")
-        made = getattr(import_module(module), kind)
-        known = signature(made).parameters
-        given: dict[str, Any] = {} if outer is None else {"outer": outer}
+        self._refuse_inside(whole, outer)
+        job = whole.job
+        device = choose_device(whole.device, whole._tasks)
+        team = Team(self.name, job, device, outer, whole.timeout, whole.communication)
+        if not team.is_evaluator:
+            team.check(team.cluster)
+        team.recovery = self._recovery_of(whole, team)
+        return Step(
+            team,
+            self.parts(team),
+            sync_batchnorm=False if "sync_batchnorm" in self.without else whole.sync_batchnorm,
+            flush_denormals=whole.flush_denormals,
+        )
+
+    @abstractmethod
+    def parts(self, team: Team) -> Parts:
+        """What its steps are made of, on this task.
+
+        Args:
+            team: The tasks that make them: those of a job, or of a group that another one has.
+
+        Raises:
+            UserError: If these cannot train so.
+        """
+
+    def _refuse_inside(self, whole: Strategy, outer: Outer | None) -> None:
+        """Refuse to be inside of others, and options of the job that are said there, or not had."""
         for each in fields(self):
-            of_job = each.name in ("cluster", *OF_THE_JOB)
-            value = getattr(whole if of_job else self, each.name)
-            own, default = getattr(self, each.name), each.default
-            if of_job and whole is not self and each.name != "cluster" and own != default:
+            if each.name not in OF_THE_JOB:
+                continue
+            own, value = getattr(self, each.name), getattr(whole, each.name)
+            if whole is not self and own != each.default:
                 raise UserError(
                     f"{each.name}={own!r} of {self.name} inside {whole.name}",
                     f"It holds for the whole job: say it of {whole.name}.",
                 )
-            if each.name in known:
-                given[each.name] = value
-            elif value != default:
+            if each.name in self.without and value != each.default:
                 raise UserError(f"{each.name}={value!r} under {self.name}", "Leave it out.")
-        if outer is not None and "outer" not in known:
+        if outer is not None and not self.nests:
             raise UserError(
                 f"{whole.name} with {self.name} inside",
                 "Choose mirrored, multi_worker_mirrored, sharded, mesh or pipeline there.",
             )
-        found: Step = made(**{**given, "cluster": whole.job})
-        return found
+
+    def _recovery_of(self, whole: Strategy, team: Team) -> Recovery | None:
+        """How its training goes on after a loss."""
+        if not self.recovers or team.outer.name:
+            if whole.recovery is not None:
+                raise UserError(
+                    f"recovery under {team.called}",
+                    "Choose mirrored, multi_worker_mirrored or sharded.",
+                )
+            return None
+        return chosen_recovery(whole.recovery, team.cluster, whole.communication, team.device)
 
     @property
     def declared(self) -> Declared:
@@ -208,7 +244,7 @@ class Strategy:
         Raises:
             UserError: If it is refused; its hint names a strategy that can.
         """
-        self.engine.check(cluster)
+        self.engine.team.check(cluster)
 
     def scope(self) -> AbstractContextManager[None]:
         """Where the model and its optimizer are built.

@@ -14,10 +14,10 @@ from spartito.local.outer import Outer as OuterOptimizer
 from spartito.local.plan import TOKENS, Asked, Sites, check_weights, updates_between
 from spartito.local.turns import turns_of
 from spartito.registry import strategy_info
-from spartito.steps.base import Step
 from spartito.steps.grouping import Grouping
 from spartito.steps.local_sgd import LocalSGD
 from spartito.steps.outer import Outer
+from spartito.steps.step import Step
 from spartito.strategies.declaration import Strategy, nested
 
 

@@ -8,9 +8,15 @@ from typing import Any
 
 from torch import nn
 
+from spartito.errors import UserError
 from spartito.mesh.describe import Description
-from spartito.mesh.layout import DEFAULT
-from spartito.steps.sharding import BLOCK
+from spartito.mesh.layout import DEFAULT, read_rules
+from spartito.steps.all_reduce import AllReduce
+from spartito.steps.parts import Exchange, Parts
+from spartito.steps.sharded import BLOCK, Sharded
+from spartito.steps.team import Team
+from spartito.steps.tensor_parallel import TensorParallel, mesh_of
+from spartito.steps.topology import Grid
 from spartito.strategies.declaration import Strategy
 
 
@@ -38,7 +44,7 @@ class MeshStrategy(Strategy):
     """
 
     name = "mesh"
-    implementation = "spartito.steps.mesh:MeshStep"
+    without = ("recovery",)
 
     mesh: Mapping[str, int] | None = None
     layout: Any = DEFAULT
@@ -47,6 +53,28 @@ class MeshStrategy(Strategy):
     model: int | None = None
     zero: int = 0
     block_bytes: int = BLOCK
+
+    def parts(self, team: Team) -> Parts:
+        """As `Strategy.parts`."""
+        if self.mesh is not None and self.model is not None:
+            raise UserError(
+                f"mesh={dict(self.mesh)} and model={self.model}",
+                "model=2 is short for a mesh: give one.",
+            )
+        if team.communication == "ddp":
+            raise UserError(
+                "communication='ddp' on a mesh: DDP takes models that are whole",
+                "Leave it out, or choose strategy 'mirrored'.",
+            )
+        rules, tasks = read_rules(self.layout), team.tasks.world_size
+        mesh, layout = mesh_of(self.mesh, self.model, rules, tasks, team.is_evaluator)
+        mesh.check(tasks)
+        topology = team.topology = Grid(mesh, layout.batch_axis, self.zero > 0)
+        exchange: Exchange = AllReduce(team)
+        if self.zero:
+            exchange = Sharded(team, self.zero, self.block_bytes)
+        placement = TensorParallel(team, exchange, mesh, layout, self.names, self.strict)
+        return Parts(topology, placement, exchange)
 
     def describe(self, model: nn.Module, example: Any = None, loss: Any = None) -> Description:
         """What the layout does to a model, before any step and without the other tasks.
@@ -64,5 +92,5 @@ class MeshStrategy(Strategy):
         Raises:
             UserError: For a layout that `prepare` would refuse.
         """
-        found: Description = self.engine.describe(model, example, loss)  # type: ignore[attr-defined]
+        found: Description = self.engine.parts.placement.describe(model, example, loss)  # type: ignore[attr-defined]
         return found

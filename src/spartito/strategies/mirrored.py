@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spartito.steps.all_reduce import AllReduce
+from spartito.steps.parts import Parts
+from spartito.steps.replicated import replicas
+from spartito.steps.team import Team
 from spartito.strategies.declaration import Strategy
 
 
@@ -17,6 +21,10 @@ class MirroredStrategy(Strategy):
     """
 
     name = "mirrored"
-    implementation = "spartito.steps.mirrored:MirroredStep"
+    recovers = True
 
     find_unused_parameters: bool | None = None
+
+    def parts(self, team: Team) -> Parts:
+        """As `Strategy.parts`."""
+        return replicas(team, AllReduce(team, find_unused=self.find_unused_parameters))

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from spartito.engine.compression import Compress
 from spartito.engine.overlap import BUCKET
+from spartito.steps.all_reduce import AllReduce
+from spartito.steps.parts import Parts
+from spartito.steps.replicated import replicas
+from spartito.steps.team import Team
 from spartito.strategies.declaration import Strategy
 
 
@@ -26,8 +30,18 @@ class MultiWorkerMirroredStrategy(Strategy):
     """
 
     name = "multi_worker_mirrored"
-    implementation = "spartito.steps.multi_worker_mirrored:MultiWorkerMirroredStep"
+    recovers = True
 
     find_unused_parameters: bool | None = None
     compress: Compress = None
     bucket_bytes: int = BUCKET
+
+    def parts(self, team: Team) -> Parts:
+        """As `Strategy.parts`."""
+        exchange = AllReduce(
+            team,
+            find_unused=self.find_unused_parameters,
+            compress=self.compress,
+            bucket_bytes=self.bucket_bytes,
+        )
+        return replicas(team, exchange)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spartito.steps.all_reduce import AllReduce
+from spartito.steps.parts import Parts
+from spartito.steps.replicated import replicas
+from spartito.steps.team import Team
 from spartito.strategies.declaration import Strategy
 
 
@@ -12,4 +16,7 @@ class OneDeviceStrategy(Strategy):
     """Everything on one device of one process."""
 
     name = "one_device"
-    implementation = "spartito.steps.one_device:OneDeviceStep"
+
+    def parts(self, team: Team) -> Parts:
+        """As `Strategy.parts`."""
+        return replicas(team, AllReduce(team))

@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
+import torch
+
+from spartito.cluster.limits import time_limit
+from spartito.cluster.recovery import Recovery
+from spartito.engine.devices import choose_device
 from spartito.local.outer import Outer
 from spartito.local.plan import TOKENS, Asked
-from spartito.steps.decoupled import EVERY
+from spartito.ps.job import Options
+from spartito.ps.protocol.codec import check_wire_dtype
+from spartito.ps.protocol.rules import Rules
+from spartito.steps.computation import WholeModel
+from spartito.steps.decoupled import EVERY, Apart
+from spartito.steps.outer import Outer as OuterLoop
+from spartito.steps.parts import Parts
+from spartito.steps.replicated import Replicated
+from spartito.steps.served import Push, ServedStep, ServedTeam, Service, watching
+from spartito.steps.step import Step
+from spartito.steps.team import Team
+from spartito.steps.topology import OneShardEach
 from spartito.strategies.declaration import Strategy
 
 
@@ -61,7 +78,8 @@ class ParameterServerStrategy(Strategy):
     """
 
     name = "parameter_server"
-    implementation = "spartito.steps.parameter_server:ParameterServerStep"
+    nests = False
+    without = ("sync_batchnorm", "communication")
 
     max_staleness: int | None = None
     on_stale: str = "wait"
@@ -83,3 +101,39 @@ class ParameterServerStrategy(Strategy):
     nan_limit: int = 100
     push_log: str | None = None
     shared_memory: bool = True
+
+    def step_of(self, whole: Strategy, outer: OuterLoop | None = None) -> Step:
+        """As `Strategy.step_of`: the steps of workers, which meet the servers alone."""
+        self._refuse_inside(whole, outer)
+        rules = Rules(
+            0, self.max_staleness, self.on_stale, self.aggregate,
+            compensation=self.compensation, mean_square=self.mean_square,
+        )  # fmt: skip
+        options = Options(
+            min_shard_bytes=self.min_shard_bytes,
+            wire_dtype=check_wire_dtype(self.wire_dtype),
+            timeout=time_limit(self.timeout),
+            lease_seconds=self.lease_seconds,
+            snapshot_seconds=self.snapshot_seconds,
+            snapshot_dir=self.snapshot_dir,
+            nan_limit=self.nan_limit,
+            push_log=self.push_log,
+            shared_memory=self.shared_memory,
+            recovery=Recovery.from_environment() if self.recovery is None else self.recovery,
+        )
+        device = choose_device(self.device, self.cluster)
+        team = ServedTeam(self.name, self.job, device)
+        if not team.is_evaluator:
+            team.check(team.cluster)
+        if team.task.type == "ps":
+            team.device = torch.device("cpu")
+        asked = Apart(self.every, self.outer, self.quorum, self.grace, self.weights)
+        team.service = Service.of(team, rules, options, self.groups, asked, self.replicas)
+        return ServedStep(team, self.parts(team), flush_denormals=self.flush_denormals)
+
+    def parts(self, team: Team) -> Parts:
+        """As `Strategy.parts`."""
+        assert isinstance(team, ServedTeam), "made above"
+        exchange = Push(team)
+        computation = WholeModel(team, watching=partial(watching, team))
+        return Parts(OneShardEach(), Replicated(team, exchange, computation), exchange)

@@ -8,9 +8,20 @@ from typing import Any
 
 from torch import nn
 
+from spartito.errors import UserError
+from spartito.mesh.axes import PIPELINE, Mesh
 from spartito.mesh.describe import Description
-from spartito.mesh.layout import DEFAULT
-from spartito.steps.sharding import BLOCK
+from spartito.mesh.layout import DEFAULT, read_rules
+from spartito.pipeline import schedules
+from spartito.pipeline.schedules import Shape
+from spartito.steps.all_reduce import AllReduce
+from spartito.steps.parts import Exchange, Parts
+from spartito.steps.sharded import BLOCK, Sharded
+from spartito.steps.stage_passes import check_options
+from spartito.steps.stages import Lines, Stages, layout_without_stages, mesh_of_stages
+from spartito.steps.team import Team
+from spartito.steps.tensor_parallel import TensorParallel
+from spartito.steps.topology import Grid
 from spartito.strategies.declaration import Strategy
 
 
@@ -44,7 +55,7 @@ class PipelineStrategy(Strategy):
     """
 
     name = "pipeline"
-    implementation = "spartito.steps.pipeline:PipelineStep"
+    without = ("sync_batchnorm", "recovery")
 
     stages: int | None = None
     microbatches: int = 8
@@ -57,6 +68,39 @@ class PipelineStrategy(Strategy):
     strict: bool = False
     zero: int = 0
     block_bytes: int = BLOCK
+
+    def parts(self, team: Team) -> Parts:
+        """As `Strategy.parts`."""
+        interleaves = self.schedule == "interleaved"
+        per_task = self.stages_per_task
+        per_task = (2 if interleaves else 1) if per_task is None else per_task
+        check_options(self.stages, self.microbatches, per_task, self.split)
+        schedules.check(self.schedule, per_task)
+        if team.communication == "ddp":
+            raise UserError(
+                "communication='ddp' in a pipeline", "DDP wraps whole models: take 'auto'."
+            )
+        if team.device.type != "cpu":
+            raise UserError(
+                f"a pipeline on {team.device}: its messages are for CPUs so far",
+                "Take device='cpu', or mirrored on GPUs.",
+            )
+        rules, tasks = read_rules(self.layout), team.tasks.world_size
+        mesh = mesh_of_stages(self.mesh, self.stages, per_task, tasks)
+        if team.is_evaluator:  # alone: it has the whole model
+            mesh = Mesh(dict.fromkeys(mesh.axes, 1))
+        mesh.check(tasks)
+        layout = layout_without_stages(rules, mesh, default=rules == DEFAULT)
+        lines = Lines(Grid(mesh, layout.batch_axis, self.zero > 0), per_task)
+        team.topology = lines
+        team.closing.append(lines.close)
+        exchange: Exchange = AllReduce(team)
+        if self.zero:
+            exchange = Sharded(team, self.zero, self.block_bytes, gathers=False)
+        inside = TensorParallel(team, exchange, mesh, layout, self.names, self.strict)
+        shape = Shape(mesh.axes[PIPELINE], per_task, self.microbatches)
+        placement = Stages(team, lines, inside, exchange, shape, self.schedule, self.split)
+        return Parts(lines, placement, exchange)
 
     def describe(self, model: nn.Module, example: Any = None, loss: Any = None) -> Description:
         """As `MeshStrategy.describe`, of the tensors along the other axes.
@@ -72,5 +116,5 @@ class PipelineStrategy(Strategy):
         Raises:
             UserError: For a layout that `prepare` would refuse.
         """
-        found: Description = self.engine.describe(model, example, loss)  # type: ignore[attr-defined]
+        found: Description = self.engine.parts.placement.describe(model, example, loss)  # type: ignore[attr-defined]
         return found

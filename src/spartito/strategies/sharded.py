@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spartito.steps.sharding import BLOCK
+from spartito.errors import UserError
+from spartito.names import divisors
+from spartito.steps.parts import Parts
+from spartito.steps.recovery import EndsWithLoss, Recovering, Regrouping
+from spartito.steps.replicated import Replicated
+from spartito.steps.sharded import BLOCK, InShards, Sharded
+from spartito.steps.team import Team
+from spartito.steps.topology import Rows
 from spartito.strategies.declaration import Strategy
 
 
@@ -32,9 +39,46 @@ class ShardedStrategy(Strategy):
     """
 
     name = "sharded"
-    implementation = "spartito.steps.sharded:ShardedStep"
+    recovers = True
 
     zero: int = 3
     copies: int = 1
     block_bytes: int = BLOCK
     offload: bool = False
+
+    def parts(self, team: Team) -> Parts:
+        """As `Strategy.parts`."""
+        self._check(team)
+        exchange = Sharded(
+            team, self.zero, self.block_bytes, lambda: team.tasks.world_size // self.copies
+        )
+        placement = Replicated(team, exchange)
+        recovery: Recovering = EndsWithLoss()
+        if team.recovery is not None:
+            copies = InShards(team, exchange)
+            recovery = Regrouping(team, copies, placement.gradients, exchange)
+        return Parts(Rows(self.copies), placement, exchange, recovery)
+
+    def _check(self, team: Team) -> None:
+        if team.communication == "ddp":
+            raise UserError("sharded with communication='ddp'", "Choose 'auto', or mirrored.")
+        if team.device.type != "cpu":
+            raise UserError(
+                f"sharded on {team.device}: it runs on CPUs",
+                "Choose mirrored or multi_worker_mirrored for GPUs, or device='cpu'.",
+            )
+        if self.offload:
+            raise UserError(
+                "offload=True on CPUs, whose memory is the host's already", "Leave it out."
+            )
+        world = team.tasks.world_size
+        if self.copies < 1 or world % self.copies:
+            raise UserError(
+                f"copies={self.copies} of the model on {world} replicas",
+                f"It divides their number: one of {divisors(world)}.",
+            )
+        if self.copies > 1 and team.recovery is not None:
+            raise UserError(
+                f"copies={self.copies} with recovery, which keeps copies of its own",
+                "Leave one of them out.",
+            )

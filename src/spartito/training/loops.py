@@ -19,5 +19,5 @@ def make_loop(trainer: Trainer, chain: Dataset, before: TrainingLoop | None) -> 
     if isinstance(trainer.coordination, LeasedCoordination):
         keeps = trainer.coordination.keeps
         return (JournaledLoop if keeps else TrainingLoop)(trainer, chain, before)
-    recovers = trainer.strategy.engine.recovery is not None
+    recovers = trainer.strategy.engine.team.recovery is not None
     return (RecoveringLoop if recovers else TrainingLoop)(trainer, chain, before)

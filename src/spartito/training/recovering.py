@@ -23,7 +23,7 @@ from spartito.errors import TaskLostError
 from spartito.heartbeat import RECOVER, during
 from spartito.log import note
 from spartito.steps.groups import Groups
-from spartito.steps.recovering import ElsewhereError, ShardsLostError, Standing
+from spartito.steps.recovery import ElsewhereError, ShardsLostError, Standing
 from spartito.steps.sharing import Placed
 from spartito.strategies import StepResult
 from spartito.training.callback import hooks
@@ -43,7 +43,7 @@ from spartito.training.schedule import scheduler_state
 from spartito.training.stages import AGREE, ALL, CALLBACKS, CONCLUDE, END, TRAIN, Mark
 
 if TYPE_CHECKING:
-    from spartito.steps.synchronous import SynchronousStep
+    from spartito.steps.recovery import Regrouping
     from spartito.training.trainer import Trainer
 
 
@@ -59,7 +59,8 @@ class RecoveringLoop(TrainingLoop):
     def __init__(self, trainer: Trainer, chain: Dataset, before: TrainingLoop | None) -> None:
         super().__init__(trainer, chain, before)
         self._recovering = trainer
-        self._meeting = cast("SynchronousStep", trainer.strategy.engine)
+        self._engine = trainer.strategy.engine
+        self._meeting = cast("Regrouping", self._engine.recovery)
         self._metrics = CarriedMetrics(trainer.metrics)
         self._logs = StepLogs(self._metrics)
         self._stage, self._hook, self._epoch, self._begun = TRAIN, ALL, 0, -1
@@ -71,7 +72,7 @@ class RecoveringLoop(TrainingLoop):
 
     @property
     def _groups(self) -> Groups:
-        return self._meeting.groups
+        return self._engine.groups
 
     @property
     def _placed(self) -> Placed:
@@ -277,7 +278,7 @@ class RecoveringLoop(TrainingLoop):
         return epochs
 
     def _say(self, what: str, when: str = "") -> None:
-        cluster = self._meeting.cluster
+        cluster = self._engine.cluster
         if cluster.is_chief:
             names = ", ".join(str(cluster.task_of(rank)) for rank in range(cluster.world_size))
             note("%s%s at step %d: %s", what, when, self._trainer.step, names)
@@ -289,7 +290,7 @@ class RecoveringLoop(TrainingLoop):
         while True:
             is_new = not meeting.regroup(cause) or is_new
             self._metrics.compact()
-            own = Standing(progress, is_new, meeting.fits, len(meeting._pairs.all))
+            own = Standing(progress, is_new, meeting.fits, len(meeting.team.pairs.all))
             try:
                 best, state = meeting.meet_again(own, self._state)
                 break
@@ -299,7 +300,7 @@ class RecoveringLoop(TrainingLoop):
                 cause = error
                 if isinstance(error, ShardsLostError):  # on all tasks: nobody has the state
                     self._nowhere, is_new = error, True
-        self._batches = meeting.distribute(self.chain, seed=trainer.seed)
+        self._batches = self._engine.distribute(self.chain, seed=trainer.seed)
         if self._validation is not None:
             self._validation.distribute()
         _, self._epoch, self._stage, self._hook = best.progress

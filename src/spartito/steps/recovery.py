@@ -1,11 +1,12 @@
-"""What a training that outlives the loss of a task needs of its strategy, beside the steps."""
+"""What of a training is kept elsewhere, so that it outlives the loss of a task."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import torch
@@ -15,12 +16,244 @@ from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, Piggybacked
 from spartito.data.batch import Batch
+from spartito.engine import clipping
+from spartito.engine.context import enter
+from spartito.engine.gradients import Gradients
 from spartito.engine.optimizers import load_named_state, named_state, unwrap
 from spartito.engine.undo import Undo
 from spartito.errors import TaskLostError, UserError
 from spartito.steps.groups import send
 from spartito.steps.pair import Pair
 from spartito.storage.tensors import pack_state, unpack_state
+
+if TYPE_CHECKING:
+    from spartito.steps.team import Team
+
+
+class Recovering(Protocol):
+    """What is kept of a training elsewhere, while it runs."""
+
+    def begin(self, pair: Pair, batch: Batch) -> None:
+        """Before the forward pass of a batch."""
+        ...
+
+    def saw(self, output: Any, batch: Batch) -> None:
+        """After the forward pass of a batch; None where this task has no rows of it."""
+        ...
+
+    def brings(self) -> Piggybacked:
+        """Before an update: what is summed over the tasks along with it; all call it."""
+        ...
+
+    def updating(self, pair: Pair) -> AbstractContextManager[None]:
+        """A block in which the optimizer makes an update, behind which it is kept elsewhere too."""
+        ...
+
+    def brought(self, pair: Pair, total: Sequence[float]) -> None:
+        """The sums of what was brought; the update is certain now."""
+        ...
+
+    def loading(self) -> AbstractContextManager[None]:
+        """A block in which a checkpoint is read."""
+        ...
+
+
+class EndsWithLoss:
+    """A training that ends when a task is lost."""
+
+    def begin(self, pair: Pair, batch: Batch) -> None:
+        """Nothing is repeated."""
+
+    def saw(self, output: Any, batch: Batch) -> None:
+        """Nobody else needs to know."""
+
+    def brings(self) -> Piggybacked:
+        """Nothing."""
+        return ()
+
+    def updating(self, pair: Pair) -> AbstractContextManager[None]:
+        """As it is."""
+        return nullcontext()
+
+    def brought(self, pair: Pair, total: Sequence[float]) -> None:
+        """Nothing was."""
+
+    def loading(self) -> AbstractContextManager[None]:
+        """As it is."""
+        return nullcontext()
+
+
+class Copies(Protocol):
+    """Where the state of a lost task is found."""
+
+    def keep(self) -> None:
+        """Before a training that recovers: keep what one task alone has; all tasks call it."""
+        ...
+
+    def updating(self, pair: Pair, aboard: bool) -> AbstractContextManager[None]:
+        """As `Recovering.updating`; ``aboard``: a training that recovers runs."""
+        ...
+
+    def loading(self, aboard: bool) -> AbstractContextManager[None]:
+        """As `Recovering.loading`."""
+        ...
+
+    def leaving(self, cause: TaskLostError | None) -> TaskLostError | None:
+        """The groups are left because of a loss, or for somebody new; what the cause is now."""
+        ...
+
+    def share(
+        self, own: Standing, training: Callable[[], dict[str, Any]]
+    ) -> tuple[Standing, dict[str, Any] | None]:
+        """Bring all tasks to one state; as `share_state`."""
+        ...
+
+
+class InReplicas:
+    """Each replica has all of the state.
+
+    Args:
+        team: Whose training it is.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+
+    def keep(self) -> None:
+        """They do."""
+
+    def updating(self, pair: Pair, aboard: bool) -> AbstractContextManager[None]:
+        """As it is."""
+        return nullcontext()
+
+    def loading(self, aboard: bool) -> AbstractContextManager[None]:
+        """Nothing else is to know."""
+        return nullcontext()
+
+    def leaving(self, cause: TaskLostError | None) -> TaskLostError | None:
+        """As it is."""
+        return cause
+
+    def share(
+        self, own: Standing, training: Callable[[], dict[str, Any]]
+    ) -> tuple[Standing, dict[str, Any] | None]:
+        """As `Copies.share`: from the first replica of those that are furthest."""
+        return share_state(self._team.replicas, self._team.pairs.all, own, training)
+
+
+class Divides(Protocol):
+    """What is to be known of an exchange."""
+
+    @property
+    def divides(self) -> bool:
+        """Whether tasks have gradients of different parameters."""
+        ...
+
+
+class Regrouping:
+    """The tasks that live, and those that are new, meet again, and go on from one state.
+
+    Args:
+        team: Who they are.
+        copies: Where the state of a lost one is found.
+        gradients: Makes those of a pair anew, once all have met.
+        exchange: Tells whether tasks have gradients of different parameters.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        copies: Copies,
+        gradients: Callable[[Any, Any], tuple[Any, Gradients]],
+        exchange: Divides,
+    ) -> None:
+        self.team, self._copies = team, copies
+        self._gradients, self._exchange = gradients, exchange
+        self._repeating = Repeating()
+        self.aboard: Aboard | None = None
+        """What rides along with each update, while a training that recovers runs."""
+        self.fits = 0
+        """Trainings that recover, of all trainers of this strategy, the present one included."""
+
+    def begin(self, pair: Pair, batch: Batch) -> None:
+        """As `Recovering.begin`; in a loop of the user's own nothing is repeated."""
+        if self.aboard is not None:
+            self._repeating.begin(pair, batch, self.team.data_shard[0])
+
+    def saw(self, output: Any, batch: Batch) -> None:
+        """As `Recovering.saw`."""
+        if self.aboard is not None and output is not None:
+            self.aboard.saw(output, batch)
+
+    def brings(self) -> Piggybacked:
+        """As `Recovering.brings`."""
+        return () if self.aboard is None else self.aboard.brings()
+
+    def updating(self, pair: Pair) -> AbstractContextManager[None]:
+        """As `Recovering.updating`."""
+        return self._copies.updating(pair, self.aboard is not None)
+
+    def brought(self, pair: Pair, total: Sequence[float]) -> None:
+        """As `Recovering.brought`; last, since an update of shards may be undone before."""
+        self._repeating.end(pair)
+        if self.aboard is not None:
+            self.aboard.brought(total)
+
+    def loading(self) -> AbstractContextManager[None]:
+        """As `Recovering.loading`."""
+        return self._copies.loading(self.aboard is not None)
+
+    def keep_copies(self) -> None:
+        """Before a training that recovers, on all tasks: what one of them alone has, is kept."""
+        self._copies.keep()
+
+    def regroup(self, cause: TaskLostError | None) -> bool:
+        """Leave all groups, and meet those who live, and those who are new; all of them call it.
+
+        The batches since the last update are forgotten.
+
+        Args:
+            cause: The loss; None where nobody was lost.
+
+        Returns:
+            Whether this task was there when the others met last: what it has is of no use if they
+            went on without it.
+
+        Raises:
+            TaskLostError: Too few are left, or none of them is this one.
+        """
+        cause = self._copies.leaving(cause)
+        enter(None)
+        for pair in self.team.pairs.all:
+            self._repeating.undo(pair)
+            pair.gradients.leave()
+        return self.team.regroup(cause)
+
+    def meet_again(
+        self, own: Standing, training: Callable[[], dict[str, Any]]
+    ) -> tuple[Standing, dict[str, Any] | None]:
+        """After `regroup`: connect the groups, and have all go on from one state.
+
+        Args:
+            own: How far this task is.
+            training: What it has beside models and optimizers.
+
+        Returns:
+            How far all are now, and where this task took over a state what ``training`` returned
+            elsewhere.
+
+        Raises:
+            TaskLostError: Another one is lost; then all `regroup` once more.
+        """
+        team = self.team
+        team.meet()
+        with team.coordination.during("prepare"):
+            found = self._copies.share(own, training)
+            for pair in team.pairs.all:
+                pair.gradients = self._gradients(pair.model, pair.optimizer)[1]
+        clipping.watch(team.pairs, self._exchange.divides, team.several)
+        self._copies.keep()
+        return found
 
 
 class Aboard(Protocol):

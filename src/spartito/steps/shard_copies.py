@@ -18,7 +18,7 @@ from spartito.engine.sharding.gradients import ShardedGradients
 from spartito.engine.sharding.homes import Home
 from spartito.steps.groups import send
 from spartito.steps.pair import Pair
-from spartito.steps.recovering import ElsewhereError, ShardsLostError, load_state, state_of
+from spartito.steps.recovery import ElsewhereError, ShardsLostError, load_state, state_of
 
 
 class _Stands(msgspec.Struct, array_like=True):

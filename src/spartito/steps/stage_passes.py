@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spartito.checkpoint.saved import Saved
 from spartito.collectives.collective import Collective
 from spartito.data.batch import Batch
 from spartito.data.collate import rows
@@ -43,6 +42,7 @@ from spartito.pipeline.model import PipedModel
 from spartito.pipeline.program import Program, record
 from spartito.pipeline.runtime import Microbatch, Root, pass_through
 from spartito.pipeline.schedules import Order, Shape, Span
+from spartito.steps.computation import no_gradient
 from spartito.steps.ending import told as cause
 from spartito.steps.pair import Pair
 
@@ -50,7 +50,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass
-class Pipe:
+class StagePasses:
     """A prepared model, and the pipeline that computes it.
 
     Attributes:
@@ -59,8 +59,8 @@ class Pipe:
         shape: Of the pipeline.
         position: Which of its tasks this is.
         schedule: The name of the order of a step.
-        unread: What was loaded before the model got its values, and is read with the first batch.
-        of_groups: What was loaded of groups that train apart, before it was known who has what.
+        couple: Is called once it is known what this task has.
+        unread: Reads what was loaded before the model got its values.
         spans: When this task computed what in the last step.
     """
 
@@ -69,9 +69,15 @@ class Pipe:
     shape: Shape
     position: int
     schedule: str
-    unread: Saved | None = None
-    of_groups: Saved | None = None
+    couple: Callable[[Pair], None]
+    unread: Callable[[], None] | None = None
     spans: list[Span] = field(default_factory=list)
+
+    def read(self) -> None:
+        """Read what was loaded before, if anything was."""
+        unread, self.unread = self.unread, None
+        if unread is not None:
+            unread()
 
     def cut_up(self, batch: Batch) -> list[Batch]:
         """The microbatches of a batch; BatchNorm gets two rows where there are some."""
@@ -119,11 +125,7 @@ class Pipe:
         def finish(number: int, output: Any) -> Root:
             found = self._loss(loss, output, parts[number])
             if not found.value.requires_grad:
-                raise UserError(
-                    "the loss has no gradient: it depends on no parameter that learns",
-                    "Compute it from the model's output by differentiable functions of torch, "
-                    "and leave requires_grad on where it is to learn.",
-                )
+                raise no_gradient()
             sums[0] += float(found.total)
             sums[1] += float(found.weight)
             outputs.append(rows(output, Tensor.detach))

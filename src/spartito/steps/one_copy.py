@@ -1,10 +1,10 @@
-"""One copy of the parameters and of the optimizer's state for all replicas of a machine."""
+"""The exchange of replicas that compute with one copy of the parameters, in memory of a machine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 from zlib import crc32
 
 import torch
@@ -14,25 +14,28 @@ from torch.optim import Optimizer
 from spartito.checkpoint.boxes import Cut, SpanCut
 from spartito.checkpoint.saved import Saved
 from spartito.cluster.spec import ClusterSpec
-from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import WORLD, Rendezvous
 from spartito.collectives.segment import Segment
 from spartito.collectives.shared_memory import LINE, SharedMemoryCollective
 from spartito.engine import fused
 from spartito.engine.divided import ELEMENTWISE, DividedGradients, Span
-from spartito.engine.gradients import Gradients, same
+from spartito.engine.gradients import same
 from spartito.engine.memory import give_back_memory
-from spartito.engine.optimizers import OptimizerLike, optimizer_parameters, unwrap
-from spartito.engine.precision import choose_precision
+from spartito.engine.optimizers import optimizer_parameters, unwrap
 from spartito.errors import UserError
-from spartito.steps.coordination import SynchronousCoordination
-from spartito.steps.groups import Groups, one_shard_each
-from spartito.steps.pair import Pair, Pairs
-from spartito.steps.synchronous import SynchronousStep
+from spartito.local.joined import JoinedGroups
+from spartito.local.values import Values
+from spartito.steps.all_reduce import AllReduce
+from spartito.steps.coordination import Alike
+from spartito.steps.groups import one_shard_each
+from spartito.steps.pair import Pair
+from spartito.steps.parts import Prepared, Settings, State
+from spartito.steps.team import Team
+from spartito.steps.topology import Connected, OneShardEach
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class Owners:
     """Who updates which of an optimizer's parameters, and so holds their state: their ranks."""
 
     parameters: list[nn.Parameter]
@@ -50,61 +53,12 @@ class Shares:
         return {id(parameter): [Span(owner, 0, parameter.numel())] for parameter, owner in pairs}
 
 
-class CentralCoordination(SynchronousCoordination):
-    """Replicas whose parameters lie in one memory: equal, unless one has moved its own away."""
+@dataclass(frozen=True)
+class OneMemory(OneShardEach):
+    """Replicas of one machine, which share memory."""
 
-    def __init__(
-        self,
-        name: str,
-        job: ClusterSpec,
-        cluster: ClusterSpec,
-        pairs: Pairs,
-        groups: Groups,
-        homes: list[tuple[nn.Parameter, int]],
-    ) -> None:
-        super().__init__(name, job, cluster, pairs, groups)
-        self._homes = homes
-
-    def checksum(self, parameters: Sequence[nn.Parameter]) -> int:
-        """Of where the parameters lie now; what lies in their memory is the same for all."""
-        moved = [parameter.data_ptr() - home for parameter, home in self._homes]
-        return crc32(repr(moved).encode())
-
-
-class CentralStorageStep(SynchronousStep):
-    """What a task does of each step under `CentralStorageStrategy`."""
-
-    name = "central_storage"
-    _divides_updates = False  # in its own way
-
-    def __init__(
-        self,
-        *,
-        cluster: ClusterSpec | None = None,
-        parameter_device: torch.device | str = "cpu",
-        device: torch.device | str | None = None,
-        sync_batchnorm: bool | None = None,
-        timeout: float | None = None,
-        flush_denormals: bool = True,
-    ) -> None:
-        _check_devices(parameter_device, device)
-        super().__init__(
-            cluster=cluster,
-            device=device,
-            sync_batchnorm=sync_batchnorm,
-            timeout=timeout,
-            flush_denormals=flush_denormals,
-        )
-        self._shares: dict[Optimizer, Shares] = {}
-        self._scales = False
-        self._homes: list[tuple[nn.Parameter, int]] = []
-        self.coordination = CentralCoordination(
-            self.name, self.job, self.cluster, self._pairs, self.groups, self._homes
-        )
-
-    @staticmethod
-    def connect(rendezvous: Rendezvous, cluster: ClusterSpec) -> Mapping[str, Collective]:
-        """As `SynchronousStep.connect`.
+    def connect(self, rendezvous: Rendezvous, cluster: ClusterSpec) -> Connected:
+        """As `Topology.connect`.
 
         Raises:
             UserError: If the replicas share no memory.
@@ -118,86 +72,125 @@ class CentralStorageStep(SynchronousStep):
             )
         return groups
 
-    def prepare(
-        self,
-        model: nn.Module,
-        optimizer: OptimizerLike,
-        *,
-        accumulate: int = 1,
-        clip_norm: float | None = None,
-        precision: str = "fp32",
-        deterministic: bool = False,
-        seed: int = 0,
-    ) -> tuple[nn.Module, Optimizer]:
-        self._scales = choose_precision(precision, self.device) == "fp16"
-        return super().prepare(
-            model, optimizer, accumulate=accumulate, clip_norm=clip_norm, precision=precision,
-            deterministic=deterministic, seed=seed,
-        )  # fmt: skip
 
-    def _state(self, pair: Pair) -> dict[str, Any]:
-        self._spans(pair)
-        return super()._state(pair)
+class OneCopy:
+    """Each replica adds up the gradients of its part of the elements, and updates it in place.
 
-    def _cuts(self, pair: Pair, section: str) -> Mapping[str, Cut]:
+    Args:
+        team: The replicas.
+    """
+
+    brings = divides = False
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._whole = AllReduce(team, slices=False)  # of what is not divided by elements
+        self._owners: dict[Optimizer, Owners] = {}
+        self._scales = False
+        self._homes: list[tuple[nn.Parameter, int]] = []
+        self.agreement = PlaceAgreement(self._homes)
+
+    @property
+    def fraction(self) -> float:
+        """As `Exchange.fraction`."""
+        return 1 / self._team.num_replicas
+
+    def check(self, optimizer: object, settings: Settings) -> None:
+        """As `Exchange.check`."""
+        self._scales = settings.precision == "fp16"
+
+    def begin(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """As `Exchange.begin`: parameters move into the memory of all."""
+        group = self._team.replicas
+        if not isinstance(group, SharedMemoryCollective):
+            return
+        given = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+        parameters = homeless(given, self._homes)
+        offsets, size = line_offsets([p.numel() * p.element_size() for p in parameters])
+        segment = group.segment(size)
+        for parameter, offset in zip(parameters, offsets, strict=True):
+            view = _view(segment, offset, parameter)
+            if self._team.is_chief:
+                view.copy_(parameter.detach())
+            parameter.data = view
+            self._homes.append((parameter, view.data_ptr()))
+        give_back_memory()
+        group.barrier()
+
+    def gradients(self, model: nn.Module, optimizer: Optimizer) -> Prepared:
+        """As `Exchange.gradients`."""
+        group = self._team.replicas
+        if isinstance(group, SharedMemoryCollective) and self._divides_elements(optimizer):
+            return model, DividedGradients(optimizer, group)
+        self._divide(optimizer)
+        return self._whole.gradients(model, optimizer)
+
+    def stepping(self, pair: Pair) -> AbstractContextManager[None]:
+        """As `Exchange.stepping`."""
+        return nullcontext()
+
+    def optimize(self, pair: Pair) -> None:
+        """As `Exchange.optimize`."""
+        if self._team.num_replicas > 1 and fused.has_hooks(pair.optimizer):
+            raise UserError(
+                f"an {type(pair.optimizer).__name__} with hooks on its steps under central_storage",
+                "A replica's step has only its part of the gradients and of the new values: "
+                "choose mirrored, or do it before or after strategy.update.",
+            )
+        if not isinstance(pair.gradients, DividedGradients):
+            for parameter in self._divide(pair.optimizer).others(self._team.cluster.rank):
+                parameter.grad = None  # optimizers pass over it
+        self._whole.optimize(pair)
+        self._team.replicas.barrier()
+
+    def values(self, pair: Pair, column: JoinedGroups, whole: Callable[[], Values]) -> Values:
+        """As `Exchange.values`."""
+        return whole()
+
+    # What is here
+
+    def cuts(self, pair: Pair, section: str) -> Mapping[str, Cut]:
+        """As `Held.cuts`."""
         found: dict[str, Cut] = {}
         if section != "optimizer" or not isinstance(pair.gradients, DividedGradients):
             return found
         for name, parameter in unwrap(pair.model).named_parameters(remove_duplicate=False):
-            spans, own = pair.gradients.spans.get(id(parameter), ()), self.cluster.rank
+            spans, own = pair.gradients.spans.get(id(parameter), ()), self._team.cluster.rank
             if len(spans) > 1:
                 mine = next((span for span in spans if span.rank == own), Span(own, 0, 0))
                 shape, dims = tuple(parameter.shape), _slowest_first(parameter)
                 found[name] = SpanCut(shape, mine.start, mine.stop, dims)
         return found
 
-    def _is_divided(self, pair: Pair) -> bool:
-        return self.num_replicas_in_sync > 1
-
-    def _with_state(self, pair: Pair) -> set[str]:
-        spans, own = self._spans(pair), self.cluster.rank
+    def owned(self, pair: Pair) -> set[str] | None:
+        """As `Held.owned`."""
+        if self._team.num_replicas == 1:
+            return None
+        spans, own = self._spans(pair), self._team.cluster.rank
         return {
             name
             for name, parameter in unwrap(pair.model).named_parameters()
             if any(span.rank == own for span in spans.get(id(parameter), ()))
         }
 
-    def _load(self, saved: Saved) -> None:
-        self._spans(self._pairs.only)
-        self._group.barrier()  # nobody computes with the old values any more
-        super()._load(saved)
-        self._spans(self._pairs.only)
-        self._group.barrier()  # nobody still writes when the first one trains
+    def showing(self) -> AbstractContextManager[None]:
+        """As `Held.showing`."""
+        return nullcontext()
 
-    def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
-        if not isinstance(self._group, SharedMemoryCollective):
-            return
-        given = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-        parameters = homeless(given, self._homes)
-        for buffer in tensors:
-            if not isinstance(buffer, nn.Parameter):
-                self._group.broadcast(buffer)
-        offsets, size = line_offsets([p.numel() * p.element_size() for p in parameters])
-        segment = self._group.segment(size)
-        for parameter, offset in zip(parameters, offsets, strict=True):
-            view = _view(segment, offset, parameter)
-            if self.is_chief:
-                view.copy_(parameter.detach())
-            parameter.data = view
-            self._homes.append((parameter, view.data_ptr()))
-        give_back_memory()
-        self._group.barrier()
+    def save(self, pair: Pair, state: Callable[[], State]) -> State:
+        """As `Held.save`."""
+        self._spans(pair)
+        return state()
 
-    @property
-    def _state_fraction(self) -> float:
-        return 1 / self.num_replicas_in_sync
+    def load(self, pair: Pair, saved: Saved, load: Callable[[Saved], None]) -> None:
+        """As `Held.load`."""
+        self._spans(pair)
+        self._team.replicas.barrier()  # nobody computes with the old values any more
+        load(saved)
+        self._spans(pair)
+        self._team.replicas.barrier()  # nobody still writes when the first one trains
 
-    def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
-        group = self._group
-        if isinstance(group, SharedMemoryCollective) and self._divides_elements(optimizer):
-            return model, DividedGradients(optimizer, group)
-        self._divide(optimizer)
-        return super()._gradients(model, optimizer)
+    # Who updates what
 
     def _divides_elements(self, optimizer: Optimizer) -> bool:
         """Whether an update of some elements of a parameter is the same part of its update."""
@@ -211,9 +204,9 @@ class CentralStorageStep(SynchronousStep):
             return pair.gradients.spans
         return self._divide(pair.optimizer).spans
 
-    def _divide(self, optimizer: Optimizer) -> Shares:
+    def _divide(self, optimizer: Optimizer) -> Owners:
         """Who updates what; parameters that are new are given out, the others stay."""
-        parameters, before = optimizer_parameters(optimizer), self._shares.get(optimizer)
+        parameters, before = optimizer_parameters(optimizer), self._owners.get(optimizer)
         if before is not None and same(parameters, before.parameters):
             return before
         known = (
@@ -221,31 +214,34 @@ class CentralStorageStep(SynchronousStep):
             if before is None
             else dict(zip(map(id, before.parameters), before.owners, strict=True))
         )
-        loads = [0] * (self.num_replicas_in_sync if _is_torchs_own(optimizer) else 1)
+        loads = [0] * (self._team.num_replicas if _is_torchs_own(optimizer) else 1)
         for parameter in parameters:
             if id(parameter) in known:
                 loads[known[id(parameter)]] += parameter.numel()
         new = [parameter for parameter in parameters if id(parameter) not in known]
         owners = balanced([parameter.numel() for parameter in new], loads)
         known |= dict(zip(map(id, new), owners, strict=True))
-        shares = Shares(parameters, [known[id(parameter)] for parameter in parameters])
-        for parameter in shares.others(self.cluster.rank):
+        found = Owners(parameters, [known[id(parameter)] for parameter in parameters])
+        for parameter in found.others(self._team.cluster.rank):
             optimizer.state.pop(parameter, None)  # some begin theirs when they are built
-        self._shares[optimizer] = shares
-        return shares
+        self._owners[optimizer] = found
+        return found
 
-    def _optimize(self, pair: Pair) -> None:
-        if self.num_replicas_in_sync > 1 and fused.has_hooks(pair.optimizer):
-            raise UserError(
-                f"an {type(pair.optimizer).__name__} with hooks on its steps under central_storage",
-                "A replica's step has only its part of the gradients and of the new values: "
-                "choose mirrored, or do it before or after strategy.update.",
-            )
-        if not isinstance(pair.gradients, DividedGradients):
-            for parameter in self._divide(pair.optimizer).others(self.cluster.rank):
-                parameter.grad = None  # optimizers pass over it
-        super()._optimize(pair)
-        self._group.barrier()
+
+class PlaceAgreement(Alike):
+    """Parameters that lie in one memory are equal, unless a replica has moved its own away.
+
+    Args:
+        homes: What lies there, and at which address.
+    """
+
+    def __init__(self, homes: list[tuple[nn.Parameter, int]]) -> None:
+        self._homes = homes
+
+    def checksum(self, parameters: Sequence[nn.Parameter]) -> int | None:
+        """As `Agreement.checksum`: of where they lie now."""
+        moved = [parameter.data_ptr() - home for parameter, home in self._homes]
+        return crc32(repr(moved).encode())
 
 
 def homeless(
@@ -315,7 +311,16 @@ def _is_torchs_own(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.partition(".")[0] == "torch"
 
 
-def _check_devices(parameters: torch.device | str, replicas: torch.device | str | None) -> None:
+def check_devices(parameters: torch.device | str, replicas: torch.device | str | None) -> None:
+    """Refuse devices whose memory is not the host's.
+
+    Args:
+        parameters: Where they are asked for.
+        replicas: Where these compute; None: where there is a GPU, on it.
+
+    Raises:
+        UserError: One is no CPU.
+    """
     if str(parameters) != "cpu":
         raise UserError(
             f"parameter_device={str(parameters)!r}: central_storage keeps parameters in the "

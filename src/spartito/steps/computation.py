@@ -1,0 +1,336 @@
+"""How a task computes a batch: forward and backward passes of a model that lies whole before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Protocol
+
+import torch
+from msgspec import structs
+
+from spartito.data.batch import Batch
+from spartito.data.collate import count_rows, rows
+from spartito.engine.backward import backward, first_gradient
+from spartito.engine.batchnorm import check_evaluation, keeping_statistics
+from spartito.engine.halves import doubt
+from spartito.engine.loss import (
+    LossFunction,
+    WeightedLoss,
+    evaluate_loss,
+    forward,
+    in_dtype,
+    look,
+    look_at_own,
+    needs_all,
+    weigh,
+)
+from spartito.engine.precision import autocast
+from spartito.engine.randomness import RandomnessForbidden, replaying
+from spartito.errors import UserError
+from spartito.steps.pair import Pair
+
+
+class Computation(Protocol):
+    """What this task does with a batch."""
+
+    def enter(self, pairs: Sequence[Pair]) -> None:
+        """A batch of these pairs comes next; all tasks call it.
+
+        Raises:
+            UserError: A model is not as it is to be.
+        """
+        ...
+
+    def train(self, pair: Pair, batch: Batch, loss: LossFunction | None) -> Any:
+        """Forward and backward pass of a batch; its gradients wait with those before.
+
+        Returns:
+            The output, None without rows.
+        """
+        ...
+
+    def evaluate(self, pair: Pair, batch: Batch, loss: LossFunction | None) -> Evaluated:
+        """As `Strategy.evaluate`."""
+        ...
+
+    def predict(self, pair: Pair, batch: Batch, has_loss: bool) -> Any:
+        """As `Strategy.predict`."""
+        ...
+
+    def by_hand(self, call: str) -> WholeModel:
+        """What computes in a loop of the user's own, who has called ``call``.
+
+        Raises:
+            UserError: No task could do that alone.
+        """
+        ...
+
+    def complete(self, pair: Pair) -> None:
+        """Before an update: add what other tasks of the model have of the gradients here."""
+        ...
+
+
+Evaluated = tuple[float, float, Any]
+"""This task's sum of losses, its weight, and the output (None where it had no rows)."""
+
+
+class Division(Protocol):
+    """How batches are divided among those who compute them."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this task computes."""
+        ...
+
+    @property
+    def several(self) -> bool:
+        """Whether the gradients of several tasks make one update."""
+        ...
+
+    @property
+    def divides(self) -> bool:
+        """Whether a loss is computed of parts of a global batch."""
+        ...
+
+    @property
+    def runs_without_rows(self) -> bool:
+        """Whether a forward pass is also made where there are no rows: others may wait in it."""
+        ...
+
+    def divisor(self, batch: Batch) -> float:
+        """What a backward pass divides by."""
+        ...
+
+
+class WholeModel:
+    """A model whose forward pass this task runs from the first layer to the last.
+
+    Args:
+        division: How batches are divided.
+        around: A block around each backward pass.
+        watching: A block around each forward pass of a training.
+    """
+
+    def __init__(
+        self,
+        division: Division,
+        around: Callable[[], AbstractContextManager[object]] | None = None,
+        watching: Callable[[Pair], AbstractContextManager[object]] | None = None,
+    ) -> None:
+        self._division, self._around, self._watching = division, around, watching
+
+    def enter(self, pairs: Sequence[Pair]) -> None:
+        """As `Computation.enter`: whatever comes is computed."""
+
+    def train(self, pair: Pair, batch: Batch, loss: LossFunction | None) -> Any:
+        """As `Computation.train`.
+
+        A replica without rows runs the model on spare ones, which count for nothing: others may
+        wait for it in the forward pass, and what a module counts stays equal everywhere.
+        """
+        output = None
+        if batch.size:
+            with nullcontext() if self._watching is None else self._watching(pair):
+                output, found = self._forward(pair, batch, loss)
+            self.backward([pair], found, batch)
+        elif self._division.runs_without_rows:
+            with keeping_statistics(pair.model):
+                found = self._forward(pair, of_spare_rows(batch), loss)[1]
+                self.backward([pair], structs.replace(found, weight=0.0), batch)
+        else:
+            pair.gradients.begin(self._division.divisor(batch))
+        return output
+
+    def evaluate(self, pair: Pair, batch: Batch, loss: LossFunction | None) -> Evaluated:
+        """As `Computation.evaluate`."""
+        has_rows = bool(batch.size)
+        if not has_rows and not self._division.runs_without_rows:
+            return 0.0, 0.0, None
+        self._look_at_norms(pair)
+        batch = in_dtype(batch if has_rows else of_spare_rows(batch), pair.dtype)
+        with torch.no_grad(), autocast(pair.precision, self._division.device):
+            if loss is None:
+                output, found = _look_at_own(pair, batch)
+            else:
+                output = forward(pair.model, batch.data)
+                found = look(loss, output, batch)
+                if self._division.divides:
+                    found = pair.comparisons.look(loss, output, batch, found)
+        self.doubt(found, pair.randomness is not None)
+        if not has_rows:  # others may have waited for this pass; it counts for nothing
+            return 0.0, 0.0, None
+        return float(found.total), float(found.weight), output
+
+    def predict(self, pair: Pair, batch: Batch, has_loss: bool) -> Any:
+        """As `Computation.predict`."""
+        self._look_at_norms(pair)
+        runs_spare = not batch.size and self._division.runs_without_rows
+        data = in_dtype(of_spare_rows(batch) if runs_spare else batch, pair.dtype).data
+        with torch.no_grad(), autocast(pair.precision, self._division.device):
+            output = forward(pair.model, data, has_loss)
+        if runs_spare:
+            output = no_rows(output)
+        return output if has_loss else without_loss(output)
+
+    def by_hand(self, call: str) -> WholeModel:
+        """As `Computation.by_hand`."""
+        return self
+
+    def complete(self, pair: Pair) -> None:
+        """As `Computation.complete`: they are complete."""
+
+    def _forward(
+        self, pair: Pair, batch: Batch, loss: LossFunction | None
+    ) -> tuple[Any, WeightedLoss]:
+        """The output for a batch with rows, and its loss."""
+        batch = in_dtype(batch, pair.dtype)
+        if pair.precision == "fp32" and pair.randomness is None:
+            output = forward(pair.model, batch.data, loss is not None)
+            given = evaluate_loss(loss, output, batch)
+            return output, self._weigh(pair, loss, output, given, batch)
+        with autocast(pair.precision, self._division.device):
+            output = forward(pair.model, batch.data, loss is not None)
+            divided = pair.randomness is not None and self._division.several
+            with RandomnessForbidden() if divided else nullcontext():
+                given = evaluate_loss(loss, output, batch)
+            return output, self._weigh(pair, loss, output, given, batch)
+
+    def backward(
+        self, pairs: Sequence[Pair], found: WeightedLoss, batch: Batch, divisor: float = 0.0
+    ) -> None:
+        """Add the gradients of a loss to those that wait.
+
+        Args:
+            pairs: Of whose parameters it may be a function.
+            found: The loss.
+            batch: Of which it is.
+            divisor: What it is divided by; 0: what those are that wait.
+
+        Raises:
+            UserError: For what cannot learn so.
+        """
+        if not found.value.requires_grad:
+            raise no_gradient()
+        for pair in pairs if self._division.several else ():
+            if new := pair.new:
+                raise UserError(
+                    f"{len(new)} parameters were put into the model after this batch was given "
+                    "out: each replica computed with its own values of them",
+                    "Change the model between two calls of fit, or before the loop takes a batch.",
+                )
+        if len(pairs) > 1 and any(pair.loss_scale.value != 1 for pair in pairs):
+            raise UserError(
+                f"a backward pass for {len(pairs)} prepared models with precision='fp16'",
+                "Each has a loss scale of its own: choose bf16, or prepare one model.",
+            )
+        is_mean = divisor > 0
+        for pair in pairs:
+            own = pair.gradients.begin(divisor or self._division.divisor(batch))
+            divisor = divisor or own
+            if not is_mean:
+                pair.gradients.rescale(divisor)
+        counts = found.counts
+        scale = found.scale / divisor if counts else 0.0
+        gradient = pairs[0].loss_scale.scale(first_gradient(found.value, scale))
+        draws = any(pair.randomness is not None for pair in pairs)
+        try:
+            if counts and not draws and self._around is None:
+                backward(found.value, gradient)
+            else:
+                with ExitStack() as stack:
+                    for pair in () if counts else pairs:
+                        stack.enter_context(pair.gradients.discarding())
+                    if draws:
+                        stack.enter_context(replaying())
+                    if self._around is not None:
+                        stack.enter_context(self._around())
+                    backward(found.value, gradient)
+        except BaseException:  # some parameters have a gradient of this pass, and some have not
+            for pair in pairs:
+                pair.gradients.clear()
+                pair.passes = 0
+            raise
+        loss = found.total
+        for pair in pairs:
+            pair.gradients.add(loss, found.weight)
+
+    def doubt(self, found: WeightedLoss, deterministic: bool) -> None:
+        """Refuse a loss of which the parts make no exact mean, or say so.
+
+        Args:
+            found: Of this task's rows.
+            deterministic: Whether numbers are to be those of one device.
+        """
+        if found.doubt and self._division.divides:
+            doubt(found.doubt, deterministic)
+
+    def _weigh(
+        self, pair: Pair, loss: LossFunction | None, output: Any, given: Any, batch: Batch
+    ) -> WeightedLoss:
+        """The sum and weight of what ``loss`` said of ``output``."""
+        found = weigh(given, batch)
+        if self._division.divides:
+            found = pair.comparisons.look(loss, output, batch, found)
+        self.doubt(found, pair.randomness is not None)
+        return found
+
+    def _look_at_norms(self, pair: Pair) -> None:
+        """Before a model evaluates parts of batches for the first time: what depends on them."""
+        if self._division.divides and not pair.evaluates:
+            check_evaluation(pair.model, pair.randomness is not None)
+            pair.evaluates = True
+
+
+def _look_at_own(pair: Pair, batch: Batch) -> tuple[Any, WeightedLoss]:
+    """The output and the loss of a model that computes it, which may tell no divisor.
+
+    So it is asked once with the graph of all layers, which costs memory, and then only where
+    that told something.
+    """
+    output, found = look_at_own(pair.model, batch, pair.looks_from_first or False)
+    if pair.looks_from_first is None:
+        pair.looks_from_first = needs_all(pair.model, batch, output, found)
+        if pair.looks_from_first:
+            return look_at_own(pair.model, batch, from_first=True)
+    return output, found
+
+
+def of_spare_rows(batch: Batch) -> Batch:
+    """A batch without rows, with its spare rows as data.
+
+    Args:
+        batch: Any; one without spare rows stays as it is.
+    """
+    if batch.spare is None:
+        return batch
+    return structs.replace(batch, data=batch.spare, size=count_rows(batch.spare))
+
+
+def no_rows(output: Any) -> Any:
+    """An output as of a batch without rows.
+
+    Args:
+        output: Of spare rows.
+    """
+    return rows(output, lambda tensor: tensor[:0] if tensor.dim() else tensor)
+
+
+def without_loss(output: Any) -> Any:
+    """The output of a model that returns its loss beside it.
+
+    Args:
+        output: Whatever it returned.
+    """
+    if isinstance(output, Mapping):
+        return {k: v for k, v in output.items() if k not in ("loss", "num_items")}
+    return output
+
+
+def no_gradient() -> UserError:
+    """The error for a loss that nothing learns from."""
+    return UserError(
+        "the loss has no gradient: it depends on no parameter that learns",
+        "Compute it from the model's output by differentiable functions of torch, "
+        "and leave requires_grad on where it is to learn.",
+    )

@@ -1,0 +1,781 @@
+"""The step: what one task does of a training, whatever its parts are."""
+
+from __future__ import annotations
+
+import json
+import sys
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+from math import isfinite
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from msgspec import structs
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from spartito import heartbeat
+from spartito.checkpoint.plan import Local
+from spartito.checkpoint.saved import Saved
+from spartito.checkpoint.saving import Copies, Tasks, Unwritten, gather_together, save_together
+from spartito.cluster.spec import NO_RANK, ClusterSpec, Task
+from spartito.data.batch import Batch
+from spartito.data.dataset import Dataset, as_dataset
+from spartito.data.loader import Loader
+from spartito.data.source import PerWorker
+from spartito.engine import clipping
+from spartito.engine.batchnorm import (
+    asks_for_synchronization,
+    local_batchnorms,
+    synchronize_batchnorm,
+)
+from spartito.engine.checksum import ROUNDING, DriftedError
+from spartito.engine.context import StepContext, enter
+from spartito.engine.denormals import Denormals, flushed
+from spartito.engine.devices import divide_cores
+from spartito.engine.gradients import Number
+from spartito.engine.loss import LossFunction, weigh
+from spartito.engine.memory import check_memory
+from spartito.engine.optimizers import (
+    NoOptimizer,
+    OptimizerLike,
+    check_initialized,
+    check_members,
+    check_optimizer,
+    check_undivided,
+    fuse,
+    load_named_state,
+    make_optimizer,
+    named_state,
+    optimizer_parameters,
+    skipping,
+    unwrap,
+)
+from spartito.engine.precision import choose_precision, convert, make_loss_scale
+from spartito.engine.randomness import globalize
+from spartito.engine.sharding.hidden import asleep
+from spartito.engine.stepping import ask_before_steps, stepped_apart, stop_asking
+from spartito.engine.unmade import is_unmade, making, plan_values
+from spartito.errors import SpartitoError, UserError
+from spartito.local.joined import JoinedGroups
+from spartito.local.values import Replicas, Values
+from spartito.log import warn
+from spartito.names import nearest
+from spartito.steps.coordination import Coordination
+from spartito.steps.distributed import Distributed, StepResult
+from spartito.steps.groups import Groups
+from spartito.steps.pair import Pair, check_taken, check_unchanged, take, tensors_of
+from spartito.steps.parts import Parts, Settings, State
+from spartito.steps.sharing import Placed, Together
+from spartito.steps.states import (
+    load_model,
+    names_here,
+    saved_gradients,
+    saved_optimizer,
+    take_apart,
+)
+from spartito.steps.team import Team
+
+
+class Step:
+    """What one task does of the steps of a strategy.
+
+    Args:
+        team: The tasks that make them.
+        parts: What they are made of.
+        sync_batchnorm: As under `spartito.strategies.Strategy`.
+        flush_denormals: Likewise.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        parts: Parts,
+        *,
+        sync_batchnorm: bool | None = None,
+        flush_denormals: bool = True,
+    ) -> None:
+        self.team, self.parts = team, parts
+        self.computation, self.recovery = parts.placement.computation, parts.recovery
+        self.denormals = Denormals(flush_denormals)
+        self._sync_batchnorm = sync_batchnorm
+        self._seed = 0
+        self._entered: Batch | None = None
+        self._needs_context = False
+        heartbeat.begin()
+        divide_cores(team.cluster)
+        team.form(parts)
+        self._leave = weakref.finalize(self, _leave, team.closing, team.groups)
+
+    # Who is there
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """The tasks that train at present."""
+        return self.team.cluster
+
+    @property
+    def task(self) -> Task:
+        """As `Strategy.task`."""
+        return self.team.task
+
+    @property
+    def is_chief(self) -> bool:
+        """As `Strategy.is_chief`."""
+        return self.team.is_chief
+
+    @property
+    def groups(self) -> Groups:
+        """The groups that this task is in: "world", "data" and "model"."""
+        return self.team.groups
+
+    @property
+    def coordination(self) -> Coordination:
+        """What the tasks agree on beside the computation."""
+        return self.team.coordination
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """As `Strategy.data_shard`."""
+        return self.team.data_shard
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """As `Strategy.num_replicas_in_sync`."""
+        return self.data_shard[1]
+
+    @property
+    def num_replicas(self) -> int:
+        """As `Strategy.num_replicas`."""
+        return self.team.num_replicas
+
+    # Preparation
+
+    @flushed
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerLike,
+        *,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        precision: str = "fp32",
+        deterministic: bool = False,
+        seed: int = 0,
+    ) -> tuple[nn.Module, Optimizer]:
+        """As `Strategy.prepare`."""
+        team, placement = self.team, self.parts.placement
+        precision = choose_precision(precision, team.device)
+        settings = Settings(accumulate, clip_norm, precision, deterministic, seed)
+        if accumulate < 1:
+            raise UserError(f"accumulate={accumulate}", "At least one batch makes an update.")
+        if clip_norm is not None and not clip_norm > 0:
+            raise UserError(f"clip_norm={clip_norm}", "The norm of a gradient is above 0.")
+        self.parts.exchange.check(optimizer, settings)
+        if team.cluster.world_size > 1 or team.cluster.addresses.get("ps"):
+            check_initialized(model)
+        check_undivided(model)
+        placement.check(model, settings)
+        team.outer.check(model, precision, team)
+        with asleep():
+            if is_unmade(model):
+                plan_values(unwrap(model), precision)
+                with making(unwrap(model)):
+                    placement.lay_out(unwrap(model))
+            if not is_unmade(model):
+                model.to(team.device)
+            convert(model, precision)
+            made = make_optimizer(optimizer, model)
+            check_optimizer(made, model, team.cluster.world_size)
+            fuse(made, model)
+            if team.device.type == "cpu" and team.cluster.rank != NO_RANK:
+                fraction = placement.fraction * self.parts.exchange.fraction
+                check_memory(optimizer_parameters(made), made, fraction)
+            synchronized = self._sync_batchnorm
+            if synchronized is None:
+                synchronized = deterministic or asks_for_synchronization(model)
+            if synchronized:
+                synchronize_batchnorm(model)
+            randomness = globalize(model) if deterministic else None
+            self._seed = seed
+            self._needs_context = self._needs_context or synchronized or deterministic
+            tensors = tensors_of(model)
+            team.meet()
+            placement.place(model, list(tensors.values()))
+            clipping.watch(team.pairs, self._has_parts_of_gradients, team.several)
+            whole, gradients = placement.gradients(model, made)
+            dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+            dtype = dtypes.pop() if len(dtypes) == 1 else None
+            pair = Pair(
+                whole, made, gradients, accumulate, clip_norm, precision, dtype, tensors, seed,
+                randomness, make_loss_scale(precision, team.device), synchronized,
+            )  # fmt: skip
+        team.pairs.add(pair)
+        ask_before_steps(made, self._step_by_hand)
+        step = weakref.proxy(self)  # who lets go of a strategy leaves its groups
+        placement.prepared(pair, lambda pair: step._couple(pair))
+        return whole, made
+
+    def _couple(self, pair: Pair) -> None:
+        """Couple what this task has of a pair with what other groups have of it."""
+        step = weakref.proxy(self)
+        self.team.outer.add(pair, self.team, lambda *given: step.values(*given))
+
+    def _welcome(self, pair: Pair) -> None:
+        """Take in what was put into the model after it was prepared."""
+        model = unwrap(pair.model)
+        check_members(pair.optimizer, model)
+        fuse(pair.optimizer, model)
+        if pair.synchronized:
+            synchronize_batchnorm(model)
+        known, pair.shared = pair.shared, tensors_of(model)
+        new = [tensor for key, tensor in pair.shared.items() if key not in known]
+        self.parts.placement.place(model, new)
+
+    @property
+    def _has_parts_of_gradients(self) -> bool:
+        """Whether other tasks have other parts of an update's gradients."""
+        return self.parts.exchange.divides or self.team.model.world_size > 1
+
+    def using(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """As `Strategy.using`."""
+        return self.team.pairs.using(optimizer)
+
+    # Batches
+
+    def distribute(
+        self, dataset: Any, *, seed: int | None = None, training: bool = True
+    ) -> Distributed:
+        """As `Strategy.distribute`."""
+        team = self.team
+        shard, order = team.data_shard, self._seed if seed is None else seed
+        chain: Dataset = as_dataset(dataset)
+        chain = self._divisible(chain, shard[1]) if training else chain
+        if training:
+            chain = team.outer.divided(chain, team.pairs.in_use)
+        loader, group = Loader(chain, shard, order), team.groups.data
+        uneven = isinstance(chain.source, PerWorker) and shard[1] > 1
+        batches = Together(loader, group) if uneven else loader
+        pair = team.pairs.used or next(iter(team.pairs.all), None)
+        if pair is not None and training and chain.steps_per_epoch is not None:
+            team.outer.tell_length(-(-chain.steps_per_epoch // pair.accumulate))
+        found = Placed(
+            batches, team.device, self.enter, group, self.denormals,
+            team.pairs if training else None, self.parts.placement.account.counted,
+        )  # fmt: skip
+        return team.outer.placed(found, training)
+
+    def _divisible(self, chain: Dataset, parts: int) -> Dataset:
+        """``chain`` whose batches are cut into ``parts`` so that every BatchNorm can use them."""
+        in_use = self.team.pairs.in_use
+        if parts == 1 or not any(local_batchnorms(pair.model) for pair in in_use):
+            return chain
+        size = chain.batch_size
+        if size is not None and size < 2 * parts and self.is_chief:
+            warn(
+                "a batch of %d rows leaves %d of %d replicas without any: BatchNorm needs two; "
+                "take a larger batch, or sync_batchnorm=True",
+                size, parts - size // 2, parts,
+            )  # fmt: skip
+        return replace(chain, least=2)
+
+    def enter(self, batch: Batch) -> None:
+        """Tell the modules that look beyond their replica which batch comes next.
+
+        All replicas call it before a batch: parameters that are new since the last one get the
+        chief's values. `distribute` does so for the batches that it gives.
+
+        Args:
+            batch: The batch that is computed next.
+        """
+        pairs = self.team.pairs
+        self.computation.enter(pairs.in_use)
+        self._entered = batch
+        for pair in pairs.in_use:
+            if pair.new:
+                self._welcome(pair)
+        for pair in pairs.in_use:
+            pair.gradients.before_forward(pair.passes + 1 >= pair.accumulate, batch.epoch)
+        if self._needs_context:
+            seed = self._seed if pairs.used is None else pairs.used.seed
+            step = batch.epoch << 32 | batch.step
+            enter(StepContext(self.team.replicas, seed, step, batch.global_size, batch.offsets))
+
+    # A step
+
+    def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
+        """As `Strategy.step`."""
+        team = self.team
+        team.outer.begin()
+        with team.outer.telling(), team.replicas.current_call.during("step"):
+            pair = team.pairs.only
+            if team.coordination.skips_nonfinite and not pair.passes:
+                pair.keep_buffers()
+            with self.parts.exchange.stepping(pair):
+                output = self._compute(pair, batch, loss)
+                if pair.passes < pair.accumulate:
+                    return StepResult(output, batch.global_size)
+                return self._update(pair, output, batch.global_size, stop)
+
+    def flush(self) -> StepResult | None:
+        """As `Strategy.flush`."""
+        team, found = self.team, None
+        team.outer.begin()
+        with team.outer.telling():
+            pair = team.pairs.meant("flush()")
+            if pair.passes:
+                found = structs.replace(self._update(pair, None, 0, False), batches=0)
+            team.outer.flush(pair)
+        return found
+
+    def _compute(self, pair: Pair, batch: Batch, loss: LossFunction | None) -> Any:
+        """The output for a batch, whose gradients wait with those before."""
+        self.recovery.begin(pair, batch)
+        if self._entered is not batch:
+            self.enter(batch)
+        self._entered = None  # computed again, it is entered again
+        output = self.computation.train(pair, batch, loss)
+        pair.passes += 1
+        self.recovery.saw(output, batch)
+        return output
+
+    def evaluate(self, batch: Batch, loss: LossFunction | None) -> tuple[float, float, Any]:
+        """As `Strategy.evaluate`."""
+        return self.computation.evaluate(self.team.pairs.meant("evaluate()"), batch, loss)
+
+    def predict(self, batch: Batch, has_loss: bool) -> Any:
+        """As `Strategy.predict`."""
+        return self.computation.predict(self.team.pairs.meant("predict()"), batch, has_loss)
+
+    # An update
+
+    def _update(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
+        """Make one update of the gradients that wait, and clear them."""
+        update = partial(self._update_group, pair, output, examples, stop)
+        return self.team.outer.update(pair, update)
+
+    def _update_group(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
+        """Make an update of one's own group."""
+        team, recovery, randomness = self.team, self.recovery, pair.randomness
+        self.computation.complete(pair)
+        drawn = () if randomness is None else randomness.piggybacked()
+        scaled = pair.precision == "fp16"  # torch's scaler is what skips steps then
+        divided = team.model.world_size > 1
+        pair.gradients.whole = scaled or divided
+        with team.replicas.current_call.during("update"):
+            brought = (float(stop), *drawn, *recovery.brings())
+            weight, loss, (stops, *rest) = pair.gradients.reduce(brought)
+            if divided:  # of one model: they end together too
+                stops = self._end_together(stops, loss)
+        pair.gradients.summed = True
+        if randomness is not None:
+            randomness.check(rest[:2])
+        dropped = False
+        with skipping(pair.optimizer, float(weight) if scaled else weight) as is_due:
+            if is_due:
+                pair.loss_scale.unscale(pair.optimizer, team.model)
+                dropped = self._is_dropped(pair, loss)
+                if not dropped:
+                    with recovery.updating(pair):
+                        self.parts.exchange.optimize(pair)
+        pair.gradients.clear()
+        pair.passes = 0
+        if dropped:
+            pair.restore_buffers()
+            loss = weight = 0.0
+        recovery.brought(pair, rest[len(drawn) :])
+        if not pair.is_compared:
+            pair.is_compared = True
+            if randomness is not None and team.recovery is None:  # else some may be here later
+                team.coordination.compare_buffers()
+        return StepResult(
+            output,
+            examples,
+            updates=1,
+            loss=loss,
+            weight=weight,
+            stop=stops > 0,
+            dropped=int(dropped),
+        )
+
+    def _is_dropped(self, pair: Pair, loss: Number) -> bool:
+        """Clip the gradients; whether they are of no use. In fp16 the scaler finds that out."""
+        skips = self.coordination.skips_nonfinite and pair.precision != "fp16"
+        if pair.clip_norm is None and not skips:
+            return False
+        norm = self.global_norm(pair)
+        if skips and not (isfinite(norm) and isfinite(loss)):
+            return True
+        if pair.clip_norm is not None:
+            pair.gradients.clip(pair.clip_norm, norm)
+        return False
+
+    def _end_together(self, stops: float, loss: Number) -> float:
+        """How many tasks of one model have asked for an end; their losses have to be equal."""
+        both = torch.tensor([stops, float(loss)], dtype=torch.float64)
+        found = torch.stack(self.team.model.all_gather(both))
+        losses = found[:, 1].nan_to_num()
+        gap, largest = (losses.max() - losses.min()).item(), losses.abs().max().item()
+        if gap > ROUNDING * largest:
+            raise UserError(
+                f"the tasks of one model have different losses, up to {gap:.3g} apart",
+                "A loss of parameters that is computed outside of forward(), as a penalty over "
+                "net.parameters(), sees one task's shards: compute it in forward(), or use the "
+                "optimizer's weight_decay.",
+            )
+        return found[:, 0].sum().item()
+
+    def global_norm(self, pair: Pair) -> Tensor:
+        """The L2 norm of an update's gradients, those of other tasks' parameters included.
+
+        Args:
+            pair: The prepared pair, whose gradients are reduced.
+
+        Returns:
+            A scalar; where every task has all of the model its own gradients tell.
+        """
+        model = self.team.model
+        if model.world_size == 1:
+            return pair.gradients.norm()
+        found = list(pair.gradients.own_gradients())
+        of_here = [parameter for parameter, _ in found]
+        fractions = self.parts.placement.fractions(pair, of_here)
+        of_fraction: dict[float, list[Tensor]] = {}
+        for (_, grad), fraction in zip(found, fractions, strict=True):
+            if fraction:
+                of_fraction.setdefault(fraction, []).append(grad)
+        total = torch.zeros(1, dtype=torch.float64)
+        for fraction, grads in of_fraction.items():
+            total += torch.nn.utils.get_total_norm(grads).double().square() * fraction
+        return model.all_reduce(pair.gradients.sum(total)).sqrt()[0]
+
+    def values(self, pair: Pair, column: JoinedGroups) -> Values:
+        """What this task has of a pair's parameters, for groups that merge them.
+
+        Args:
+            pair: A prepared one.
+            column: Those who have the same, by their groups.
+        """
+        parts = self.parts
+        whole = partial(
+            Replicas, pair.model, column, self.team.groups.model,
+            partial(parts.cuts, pair, "model"), partial(parts.placement.fractions, pair),
+        )  # fmt: skip
+        return parts.exchange.values(pair, column, whole)
+
+    # Loops of the user's own
+
+    @flushed
+    def backward(self, losses: Any, batch: Batch) -> None:
+        """As `Strategy.backward`."""
+        computation, team = self.computation.by_hand("backward"), self.team
+        found = weigh(losses, batch)
+        computation.doubt(found, any(pair.randomness is not None for pair in team.pairs.all))
+        sums = team.several
+        for pair in team.pairs.all if sums else ():
+            check_unchanged(pair)
+        again = [pair for pair in team.pairs.all if pair.gradients.backward_calls]
+        divisor = 0.0
+        if again:  # what waits becomes the mean of its own batch, and this one joins it as such
+            weights = [found.weight, *(pair.gradients.weight for pair in again)]
+            weighed = torch.tensor([float(weight) for weight in weights]).double()
+            with team.replicas.current_call.during("reduce"):  # with those that update together
+                total, *before = team.replicas.all_reduce(weighed).tolist()
+            divisor = total or 1.0
+            scaled = set[int]()  # a parameter of several optimizers waits with the least of them
+            for weight, pair in sorted(zip(before, again, strict=True), key=itemgetter(0)):
+                pair.gradients.normalize(weight, scaled)
+        for pair in team.pairs.all:
+            pair.gradients.backward_calls += 1
+            pair.taken = 0
+        computation.backward(team.pairs.all, found, batch, divisor)
+        scaled = set[int]()
+        for pair in team.pairs.all:
+            if again:
+                pair.gradients.normalize(0.0)
+            elif not sums and pair.accumulate == 1:  # `.grad` is what it is in plain torch
+                pair.gradients.normalize(pair.gradients.weight, scaled)
+            if sums:
+                pair.edits.note(pair.gradients.parameters)
+
+    def update(self, optimizer: Optimizer) -> None:
+        """As `Strategy.update`."""
+        self.computation.by_hand("update")
+        with self.team.outer.telling():
+            self._update_by_hand(optimizer)
+
+    @flushed
+    def _update_by_hand(self, optimizer: Optimizer) -> None:
+        pair = self.team.pairs.of(optimizer)
+        if pair.accumulate > 1:
+            what = f"update() after prepare(accumulate={pair.accumulate})"
+            raise UserError(what, "In a loop of your own, call it once per so many batches.")
+        check_taken(pair)
+        self._check_computed(pair)
+        take(pair.gradients.parameters, self.team.pairs.sharing(optimizer))
+        self._update(pair, None, 0, False)
+
+    def _step_by_hand(self, optimizer: Optimizer, given: tuple[Any, ...]) -> bool:
+        """``optimizer.step()`` in a loop of the user's own is an update; whether it was one.
+
+        On one device it is the optimizer's own after ``loss.backward()``, as without a strategy.
+        """
+        pair, cluster = self.team.pairs.of(optimizer), self.cluster
+        if not pair.gradients.backward_calls:
+            if cluster.world_size == 1 and not cluster.addresses.get("ps"):
+                return False
+            raise stepped_apart(optimizer, cluster.num_computing)
+        if any(each is not None for each in given):
+            raise UserError(
+                f"{type(optimizer).__name__}.step(closure) after strategy.backward()",
+                "Call optimizer.step() or strategy.update(optimizer): the gradients are there.",
+            )
+        self.update(optimizer)
+        return True
+
+    def _check_computed(self, pair: Pair) -> None:
+        """Refuse an update of gradients that no `backward` has computed as they are.
+
+        Those whose weight nobody knows would change nothing.
+        """
+        gradients = pair.gradients
+        if not gradients.backward_calls and any(p.grad is not None for p in gradients.parameters):
+            raise UserError(
+                "update() without strategy.backward(): it knows not how much these gradients weigh",
+                "Write strategy.backward(loss, batch) in place of loss.backward().",
+            )
+        if self.team.several:
+            check_unchanged(pair)
+
+    def reduce(self, op: str, value: Tensor) -> Tensor:
+        """As `Strategy.reduce`."""
+        value, group = value.detach(), self.groups.data
+        with self.coordination.during("reduce"):
+            if op == "sum":
+                return group.all_reduce(value.clone())
+            if op == "mean":
+                wide = value.double()
+                both = torch.stack([wide.sum(), wide.new_tensor(float(wide.numel()))])
+                group.all_reduce(both)
+                return both[0].div(both[1]).to(torch.promote_types(value.dtype, torch.float32))
+            if op in ("max", "min"):
+                parts = torch.stack(group.all_gather(value))
+                return parts.amax(0) if op == "max" else parts.amin(0)
+        raise UserError(f"reduce({op!r})", nearest(op, ("sum", "mean", "max", "min")))
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """As `Strategy.gather`."""
+        with self.coordination.during("gather"):
+            return torch.cat(self.groups.data.all_gather_rows(rows))
+
+    def synchronize(self) -> None:
+        """As `Strategy.synchronize`."""
+        self.coordination.synchronize()
+
+    # Checkpoints
+
+    def save(self, directory: Path, later: bool = False) -> Unwritten:
+        """As `Strategy.save`."""
+        pair = self.team.pairs.meant("save()")
+        with self._showing():
+            apart = partial(self._taken_apart, pair, self._state(pair))
+            kept = self._kept_copies if later else None
+            return save_together(Path(directory), apart, self._tasks, kept)
+
+    def state_dict(self) -> State:
+        """As `Strategy.state_dict`."""
+        pair = self.team.pairs.meant("state_dict()")
+        with self._showing():
+            state = self._state(pair)
+            if not self._is_divided(pair):
+                return state
+            found = gather_together(partial(self._taken_apart, pair, state), self._tasks)
+        if pair.order:
+            found["model"] = {name: found["model"][name] for name in pair.order}
+        return found
+
+    def load(self, source: str | Path | Mapping[str, Any]) -> None:
+        """As `Strategy.load`."""
+        self.team.pairs.meant("load()")
+        if isinstance(source, str | Path):
+            self._load(Saved.at(Path(source)))
+            return
+        if "model" not in source:
+            raise UserError(
+                f"a state with {', '.join(map(repr, [*source][:3])) or 'nothing'}, and no 'model'",
+                'Give what state_dict() returned, or {"model": model.state_dict()}.',
+            )
+        self._load(Saved.of(source))
+
+    def keep(self) -> Callable[[], None]:
+        """As `Strategy.keep`."""
+        team = self.team
+        pair = team.pairs.meant("keep()")
+        if team.model.world_size > 1:
+            return self._keep_parts(pair)
+        if team.outer.name:
+            self.synchronize()  # what all groups have together
+        state = unwrap(pair.model).state_dict().items()
+        kept = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state}
+        return partial(self.load, {"model": kept})
+
+    def _keep_parts(self, pair: Pair) -> Callable[[], None]:
+        """As `keep`, of what this task has of a model that lies on several."""
+
+        def copies() -> State:
+            model = unwrap(pair.model)
+            tensors = [*model.parameters(), *model.buffers()]
+            return {"here": [(tensor, tensor.detach().clone()) for tensor in tensors]}
+
+        kept = self.parts.placement.save(pair, copies)["here"]
+
+        @torch.no_grad()
+        def put_back() -> None:
+            for tensor, value in kept:
+                tensor.copy_(value)
+            pair.gradients.compared()
+
+        return put_back
+
+    def _state(self, pair: Pair) -> State:
+        """This task's own part of model and optimizer, under the user's names."""
+
+        def state() -> State:
+            self.coordination.compare()
+            self.synchronize()
+            model = unwrap(pair.model)
+            found: State = {
+                "model": dict(model.state_dict()),
+                "optimizer": named_state(model, pair.optimizer),
+            }
+            if scale := pair.loss_scale.state_dict():
+                found["loss_scale"] = scale
+            if pair.passes:
+                found["accumulated"] = pair.accumulated()
+            return self.team.outer.saved(pair, found, self.parts.cuts(pair, "optimizer"))
+
+        return self.parts.placement.save(pair, lambda: self.parts.exchange.save(pair, state))
+
+    def _load(self, saved: Saved) -> None:
+        """Take back one's own part of what any strategy has saved."""
+        parts, pair = self.parts, self.team.pairs.only
+
+        def load(found: Saved) -> None:
+            parts.exchange.load(pair, found, partial(self._take, pair))
+
+        with self.recovery.loading(), self._showing():
+            parts.placement.load(pair, saved, load)
+
+    def _take(self, pair: Pair, saved: Saved) -> None:
+        """Read model and optimizer, and what each group alone has; all tasks call it."""
+        attempt, model = self.coordination.attempt, unwrap(pair.model)
+        all_ = {name for names in attempt(lambda: names_here(model)) for name in json.loads(names)}
+
+        def load() -> str:
+            load_model(model, saved, self.parts.cuts(pair, "model"), all_)
+            pair.gradients.compared()
+            if "optimizer" in saved:  # all of a training: what waits is of another one
+                self._take_training(pair, saved, all_)
+            return ""
+
+        attempt(load)
+        self.team.outer.load(pair, saved, partial(self._optimizer_here, pair))
+
+    def _take_training(self, pair: Pair, saved: Saved, all_: set[str]) -> None:
+        """What is beside the model; ``all_`` are the names of all tasks."""
+        model = unwrap(pair.model)
+        own = {name for name, each in model.named_parameters() if not each.is_meta}
+        pair.gradients.clear()
+        pair.passes, pair.saved = 0, None
+        if "accumulated" in saved:
+            pair.saved = saved_gradients(saved, own, self.parts.cuts(pair, "accumulated"))
+        if "loss_scale" in saved and (scale := saved.whole("loss_scale")):
+            pair.loss_scale.load_state_dict(scale)
+        if not isinstance(pair.optimizer, NoOptimizer):
+            cuts, kept = self._optimizer_here(pair)
+            load_named_state(model, pair.optimizer, saved_optimizer(saved, kept, all_, cuts))
+
+    def _optimizer_here(self, pair: Pair) -> tuple[Mapping[str, Any], set[str]]:
+        """Of which parameters the optimizer's state is here, and how it is cut."""
+        kept = self.parts.owned(pair)
+        if kept is None:
+            kept = {name for name, p in unwrap(pair.model).named_parameters() if not p.is_meta}
+        return self.parts.cuts(pair, "optimizer"), kept
+
+    def _taken_apart(self, pair: Pair, state: State) -> dict[str, Local]:
+        return take_apart(state, partial(self.parts.cuts, pair))
+
+    def _is_divided(self, pair: Pair) -> bool:
+        """Whether tasks have parts of the state, or some of its tensors; equal on all of them."""
+        divided = self.parts.owned(pair) is not None or self.team.model.world_size > 1
+        return divided or self.team.outer.has(pair)
+
+    @contextmanager
+    def _showing(self) -> Generator[None]:
+        """A block in which models show what this task has of them."""
+        with self.parts.placement.showing(), self.parts.exchange.showing():
+            yield
+
+    @cached_property
+    def _kept_copies(self) -> Copies:
+        return Copies()
+
+    @property
+    def _tasks(self) -> Tasks:
+        return Tasks(self.coordination.attempt, self.groups.world, self.is_chief)
+
+    # The end
+
+    def close(self) -> None:
+        """As `Strategy.close`."""
+        try:
+            self._compare_at_end()
+        finally:
+            self._let_go()
+            self._leave()
+
+    def _let_go(self) -> None:
+        """End what holds in this process while the strategy is in use."""
+        enter(None)
+        self.denormals.close()
+        for pair in self.team.pairs.all:
+            stop_asking(pair.optimizer)
+
+    def _compare_at_end(self) -> None:
+        """Compare the replicas after a loop of the user's own, in which nothing else does.
+
+        Who does not come to this has no part in it: others may close long before.
+        """
+        pairs = self.team.pairs
+        unseen, pairs.unseen = pairs.unseen, False
+        if not unseen or self.cluster.world_size == 1 or sys.exc_info()[1] is not None:
+            return
+        try:
+            with self.coordination.during("close"):
+                self.coordination.compare()
+        except DriftedError:
+            raise
+        except SpartitoError:
+            pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _leave(closing: Sequence[Callable[[], object]], groups: Groups) -> None:
+    """Leave the groups: by `close`, with the strategy, or when the process ends.
+
+    gloo aborts a process that ends with its group open. DDP goes first: else letting go of it would
+    wait for the group's threads with the interpreter's lock, which one of them may want.
+    """
+    for close in closing:
+        close()
+    groups.close()

@@ -1,0 +1,361 @@
+"""The placement of a model on several tasks: each has a part of every tensor, as a layout says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from spartito.checkpoint.boxes import Cut
+from spartito.checkpoint.saved import Saved
+from spartito.collectives.collective import Traffic
+from spartito.engine.averages import watch_averages
+from spartito.engine.buffers import shared_buffers
+from spartito.engine.checksum import checksum, different, outliers
+from spartito.engine.divided import ELEMENTWISE
+from spartito.engine.gradients import PackedGradients
+from spartito.engine.optimizers import has_sparse_gradients, optimizer_parameters, unwrap
+from spartito.engine.unmade import told
+from spartito.errors import UserError
+from spartito.log import warn
+from spartito.mesh import apply
+from spartito.mesh.axes import PIPELINE, Mesh
+from spartito.mesh.collectives import Axis, summing_at_end
+from spartito.mesh.describe import Description, describe, describe_tensors
+from spartito.mesh.layout import DEFAULT, Layout
+from spartito.mesh.shown import inside, saving
+from spartito.names import divisors
+from spartito.steps.computation import WholeModel
+from spartito.steps.coordination import SynchronousCoordination
+from spartito.steps.groups import AXIS, LAYERS, send
+from spartito.steps.pair import Pair
+from spartito.steps.parts import Exchange, Prepared, Settings, State
+from spartito.steps.team import Team
+
+Rules = Sequence[tuple[str, Any]]
+"""Of a layout: names of dims, and the axes that cut them."""
+
+
+def mesh_of(
+    given: Mapping[str, int] | None, model: int | None, rules: Rules, tasks: int, alone: bool
+) -> tuple[Mesh, Layout]:
+    """The mesh of so many tasks, and the rules on it.
+
+    Args:
+        given: The sizes of its axes; None: ``model`` tasks hold one model.
+        model: None: all tasks do.
+        rules: As `spartito.mesh.layout.read_rules` returns them.
+        tasks: How many there are.
+        alone: Whether this task has the whole model: an evaluator.
+
+    Raises:
+        UserError: They do not go together.
+    """
+    if alone:
+        given, model = dict.fromkeys(given or {"model": 1}, 1), None
+    if given is None:
+        size = tasks if model is None else model
+        if size < 1 or tasks % size:
+            raise UserError(
+                f"model={size} in a job of {tasks} tasks",
+                f"It divides the number of tasks: {divisors(tasks)}.",
+            )
+        given = {"data": tasks // size, "model": size}
+    mesh = Mesh(given)
+    default = rules == DEFAULT
+    kept = [rule for rule in rules if not default or rule[1] in mesh.axes]
+    return mesh, Layout(tuple(kept), mesh.axes)
+
+
+class TensorParallel:
+    """Tensors are cut along the axes of a mesh, by rules about their named dims.
+
+    Args:
+        team: The tasks on the mesh.
+        exchange: Of those that have the same part of the model.
+        mesh: The axes and their sizes.
+        layout: The rules on it.
+        names: Patterns of parameters' paths, and the names of their dims.
+        strict: Whether dims that do not divide are refused.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        exchange: Exchange,
+        mesh: Mesh,
+        layout: Layout,
+        names: Mapping[str, Sequence[str | None]] | None = None,
+        strict: bool = False,
+    ) -> None:
+        self._team, self._exchange = team, exchange
+        self.mesh, self.layout = mesh, layout
+        self._names, self._strict = dict(names or {}), strict
+        self.computation = WholeModel(team, _inside_of_a_pass)
+        self.agreement = self.account = MeshAgreement(team)
+
+    @property
+    def fraction(self) -> float:
+        """As `Placement.fraction`."""
+        return self._team.own_shard[1] / self.mesh.size
+
+    def check(self, model: nn.Module, settings: Settings) -> None:
+        """As `Placement.check`."""
+        own = unwrap(model)
+        if self._team.cluster.world_size > 1 and has_sparse_gradients(own):
+            raise UserError(
+                f"sparse gradients under {self._team.name}",
+                "Gradients of shards are dense tensors: build the Embedding with sparse=False.",
+            )
+        here = self.mesh.coordinates(self._team.tasks.rank)
+        apply.check_same(own, self.mesh.axes, here)
+        apply.hide(own)  # what a strategy before has shown
+        self._plan(own)
+        watch_averages()
+
+    def lay_out(self, model: nn.Module) -> None:
+        """As `Placement.lay_out`."""
+        self._cut(model, partial(told, self._team.groups.world))
+
+    def place(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """As `Placement.place`."""
+        self.cut(model, tensors)
+        self._exchange.begin(unwrap(model), tensors)
+
+    def cut(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """As `place`, without giving parameters to the exchange.
+
+        Args:
+            model: With whatever wraps it.
+            tensors: Parameters and buffers of it.
+        """
+        own, groups = unwrap(model), self._team.groups
+        known, tensors = apply.specs_of(own), [each for each in tensors if not each.is_meta]
+        cut = [tensor for tensor in tensors if id(tensor) in known]
+        rest = [tensor for tensor in tensors if id(tensor) not in known]
+        with self._team.coordination.during("prepare"):
+            send(groups.data, cut)  # by those that have the same shards
+            send(groups.world, rest)
+        if known:
+            apply.show(own, known, self._axes)
+        elif len(tensors) == len(list(own.parameters())) + len(list(own.buffers())):
+            self._cut(own, Tensor.detach)
+        if (layers := groups[LAYERS]).world_size > 1:
+            torch.set_rng_state(layers.broadcast(torch.get_rng_state()))
+
+    def gradients(self, model: nn.Module, optimizer: Optimizer) -> Prepared:
+        """As `Placement.gradients`."""
+        own = unwrap(model)
+        compiled = [m for m in own.modules() if m._compiled_call_impl is not None]
+        if (own is not model or compiled) and self._team.is_chief:
+            warn("torch.compile is left out on a mesh: it cannot look into the exchange of shards")
+        for module in compiled:
+            module._compiled_call_impl = None
+        self.cut_state(own, optimizer)
+        if self._team.own_shard[1] > 1 and self._team.device.type != "cpu":
+            return own, PackedGradients(optimizer, self._team.replicas)
+        return self._exchange.gradients(own, optimizer)
+
+    def cut_state(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Leave this task its part of the state that a fresh optimizer has (Adagrad).
+
+        Args:
+            model: The user's own.
+            optimizer: Of its parameters.
+
+        Raises:
+            UserError: The optimizer may look at whole parameters.
+        """
+        specs, axes = apply.specs_of(model), self._axes
+        kind = type(optimizer)
+        for parameter in optimizer_parameters(optimizer):
+            how = specs.get(id(parameter))
+            if how is None:
+                continue
+            if kind not in ELEMENTWISE and not getattr(kind, "elementwise", False):
+                raise UserError(
+                    f"{kind.__name__} may look at whole parameters, of which each task has a part",
+                    "Choose Adam, SGD or another of torch's elementwise ones. One of your own that "
+                    "updates each element by itself says so: class Mine: elementwise = True.",
+                )
+            shape = how.global_shape(parameter.shape, self.mesh.axes)
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.shape == shape:
+                    optimizer.state[parameter][key] = apply.shard_of(value, how, axes)
+
+    def prepared(self, pair: Pair, couple: Callable[[Pair], None]) -> None:
+        """As `Placement.prepared`: at once."""
+        couple(pair)
+
+    def fractions(self, pair: Pair, parameters: Sequence[nn.Parameter]) -> list[float]:
+        """As `Placement.fractions`."""
+        specs = apply.specs_of(unwrap(pair.model))
+        together = self._team.groups[LAYERS].world_size
+        cut = [specs.get(id(parameter)) for parameter in parameters]
+        shards = [math.prod(self.mesh.axes[a] for a in how.axes) if how else 1 for how in cut]
+        return [count / together for count in shards]
+
+    def describe(self, model: nn.Module, example: Any = None, loss: Any = None) -> Description:
+        """As `MeshStrategy.describe`.
+
+        Args:
+            model: A whole one; it is not changed.
+            example: Inputs of one task.
+            loss: A function of the output alone.
+        """
+        own = unwrap(model)
+        return describe(own, self._plan(own), self.layout, example, loss)
+
+    # What is here
+
+    def cuts(self, pair: Pair, section: str) -> Mapping[str, Cut]:
+        """As `Held.cuts`."""
+        model = unwrap(pair.model)
+        specs, here = apply.specs_of(model), self.mesh.coordinates(self._team.tasks.rank)
+        tensors = (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+        found: dict[str, Cut] = {}
+        for name, tensor in tensors:
+            if (how := specs.get(id(tensor))) is not None and not tensor.is_meta:
+                shape = how.global_shape(tensor.shape, self.mesh.axes)
+                found[name] = apply.SpecCut(shape, how, self.mesh.axes, here)
+        return found
+
+    def owned(self, pair: Pair) -> set[str] | None:
+        """As `Held.owned`."""
+        if not any(self.cuts(pair, section) for section in ("model", "optimizer")):
+            return None
+        return {name for name, p in unwrap(pair.model).named_parameters() if not p.is_meta}
+
+    def showing(self) -> AbstractContextManager[None]:
+        """As `Held.showing`: shards."""
+        return saving()
+
+    def save(self, pair: Pair, state: Callable[[], State]) -> State:
+        """As `Held.save`."""
+        with saving():
+            return state()
+
+    def load(self, pair: Pair, saved: Saved, load: Callable[[Saved], None]) -> None:
+        """As `Held.load`."""
+        with saving():
+            load(saved)
+
+    @cached_property
+    def _axes(self) -> dict[str, Axis]:
+        batch = self.layout.batch_axis
+        return {
+            name: Axis(name, self._team.groups[AXIS + name], self._rows_from(name))
+            for name in self.layout.axes
+            if name != batch
+        }
+
+    def _rows_from(self, axis: str) -> float:
+        """From how many bytes on a sum stays cut by rows."""
+        return math.inf if PIPELINE in self.mesh.axes else self.layout.rows_from(axis)
+
+    def _plan(self, model: nn.Module) -> dict[str, apply.Placed]:
+        return apply.plan(model, self.layout, self._names, self._strict)
+
+    def _cut(self, model: nn.Module, whole: Callable[[Tensor], Tensor]) -> None:
+        """Leave this task its shards of what ``whole`` gives for each tensor."""
+        team, planned = self._team, self._plan(model)
+        self._say(planned)
+        if team.is_chief and team.groups[LAYERS].world_size > 1:
+            self.agreement.layout = describe_tensors(model, planned, self.layout).figures()
+        with team.coordination.during("prepare"):
+            apply.cut(model, planned, self._axes, whole)
+
+    def _say(self, planned: Mapping[str, apply.Placed]) -> None:
+        """Tell what stays whole though a rule is about it."""
+        uneven = [placed for placed in planned.values() if placed.uneven]
+        if uneven and self._team.is_chief:
+            warn(
+                "%d tensors stay whole where they do not divide: %s",
+                len(uneven),
+                "; ".join(apply.does_not_divide(one, self.layout) for one in uneven[:3]),
+            )
+        is_whole = all(placed.spec.is_replicated for placed in planned.values())
+        if is_whole and self._team.is_chief and self._team.groups[LAYERS].world_size > 1:
+            warn("no tensor of the model is cut: all tasks of the mesh compute all of it")
+
+
+@contextmanager
+def _inside_of_a_pass() -> Generator[None]:
+    """A block around a backward pass; gradients of small tensors are summed at its end."""
+    with inside(), summing_at_end():
+        yield
+
+
+class MeshAgreement:
+    """Tasks of one model have parameters in common, and must draw the same random numbers.
+
+    Args:
+        team: The tasks on the mesh.
+    """
+
+    layout: Mapping[str, Any] | None = None
+    """What `TensorParallel.describe` found of the model that was prepared last."""
+
+    def __init__(self, team: Team) -> None:
+        self._team, self.traffic = team, Traffic()
+
+    def settle(self) -> None:
+        """As `Agreement.settle`: all write into their own."""
+
+    def checksum(self, parameters: Sequence[nn.Parameter]) -> int | None:
+        """As `Agreement.checksum`: that of the values."""
+        return None
+
+    def compare(self, order: int) -> None:
+        """As `Agreement.compare`."""
+        team, group = self._team, self._team.groups[LAYERS]
+        models = [unwrap(pair.model) for pair in team.pairs.all]
+        specs = {key for model in models for key in apply.specs_of(model)}
+        coordination = _synchronous(team)
+        common = [each for each in coordination.parameters() if id(each) not in specs]
+        coordination.compare_in(group, common, order)
+        if group.world_size > 1:
+            drawn = group.all_gather(torch.tensor([checksum([torch.get_rng_state()])]))
+            if unlike := outliers([each.item() for each in drawn]):
+                raise different(
+                    group,
+                    unlike,
+                    "has drawn other random numbers than",
+                    "Tasks of one model draw the same, as for dropout: use a generator of your own "
+                    "where one task alone draws.",
+                )
+
+    def settle_buffers(self) -> None:
+        """As `Agreement.settle_buffers`."""
+        team = self._team
+        for pair in team.pairs.all:
+            model = unwrap(pair.model)
+            own = shared_buffers(model, without=apply.specs_of(model))
+            is_strict = pair.randomness is not None
+            _synchronous(team).settle_buffers(team.groups[LAYERS], own, is_strict)
+
+    def describe(self) -> dict[str, Any]:
+        """As `Account.describe`."""
+        return {"layout": self.layout} if self.layout else {}
+
+    def conclude(self) -> None:
+        """As `Account.conclude`."""
+
+    def counted(self, parts: list[bytes]) -> list[bytes]:
+        """As `Account.counted`: all tasks of a model have the same output."""
+        return parts
+
+
+def _synchronous(team: Team) -> SynchronousCoordination:
+    """What a mesh's tasks agree on: they meet in every step."""
+    assert isinstance(team.coordination, SynchronousCoordination), "of a mesh"
+    return team.coordination
