@@ -70,7 +70,8 @@ def main() -> None:
                 found[name].append(time.perf_counter() - began)
             if window and name == "pipeline":
                 engine: Any = strategy.engine
-                actions.append([span for pipe in engine._pipes.values() for span in pipe.spans])
+                all_ = engine.computation.passes.values()
+                actions.append([span for passes in all_ for span in passes.spans])
     compare(losses)
     every: list[Any] = [None] * size
     dist.all_gather_object(every, actions)

@@ -32,7 +32,7 @@ from spartito.ps.server.connection import Connection
 from spartito.ps.server.store import Store
 from spartito.steps import lease_readers
 from spartito.steps.pusher import Pusher
-from spartito.steps.replica import ReplicaStep
+from spartito.steps.step import Step
 from spartito.training.loop import TrainingLoop
 from spartito.wire.frames import Wire
 
@@ -103,7 +103,7 @@ def worker_parts() -> Parts:
     """The parts of a worker."""
     parts = Parts()
     parts.wrap(TrainingLoop, "_train_epoch", "fit: metrics, logs, callbacks, counts")
-    parts.wrap(ReplicaStep, "_compute", "forward, loss, backward")
+    parts.wrap(Step, "_compute", "forward, loss, backward")
     parts.wrap(Servers, "fill", "pack the gradients, their norm")
     parts.wrap(Servers, "result", "reply: wait, read")
     parts.wrap(Link, "fill_model", "copy the values into the model")

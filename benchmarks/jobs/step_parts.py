@@ -25,10 +25,9 @@ from spartito.engine import fused
 from spartito.engine.divided import DividedGradients
 from spartito.engine.gradients import LocalGradients
 from spartito.engine.sliced import SlicedGradients
-from spartito.steps import replica
-from spartito.steps.replica import ReplicaStep
+from spartito.steps import computation
 from spartito.steps.sharing import Placed
-from spartito.steps.synchronous import SynchronousStep
+from spartito.steps.step import Step
 from spartito.training import loop
 from spartito.training.metrics.gathering import MetricSet
 
@@ -46,13 +45,13 @@ def wrapped() -> Parts:
     parts.wrap(loop.TrainingLoop, "_train_epoch", "loop: callbacks, progress")
     parts.wrap(loop.TrainingLoop, "_came", "loop: counts", counts=True)
     parts.wrap(MetricSet, "update", "metrics")
-    parts.wrap(SynchronousStep, "step", "strategy: around")
-    parts.wrap(ReplicaStep, "enter", "announce the batch")
-    parts.wrap(replica, "in_dtype", "to tensors")
-    parts.wrap(replica, "forward", "forward")
-    parts.wrap(replica, "evaluate_loss", "loss")
-    parts.wrap(replica, "backward", "backward")
-    parts.wrap(SynchronousStep, "_update", "update: around")
+    parts.wrap(Step, "step", "strategy: around")
+    parts.wrap(Step, "enter", "announce the batch")
+    parts.wrap(computation, "in_dtype", "to tensors")
+    parts.wrap(computation, "forward", "forward")
+    parts.wrap(computation, "evaluate_loss", "loss")
+    parts.wrap(computation, "backward", "backward")
+    parts.wrap(Step, "_update", "update: around")
     for kind in (LocalGradients, SlicedGradients, DividedGradients):
         parts.wrap(kind, "reduce", "reduce: around")
         parts.wrap(kind, "update", "optimizer: around the kernel")

@@ -35,17 +35,16 @@ STRATEGY = """
 from dataclasses import dataclass
 
 from spartito import Strategy
-from spartito.steps.synchronous import SynchronousStep
-
-
-class TheirStep(SynchronousStep):
-    name = "theirs"
+from spartito.steps.all_reduce import AllReduce
+from spartito.steps.replicated import replicas
 
 
 @dataclass(frozen=True, eq=False)
 class Theirs(Strategy):
     name = "theirs"
-    implementation = "theirs.strategy:TheirStep"
+
+    def parts(self, team):
+        return replicas(team, AllReduce(team))
 """
 SCRIPT = """
 import spartito as sp

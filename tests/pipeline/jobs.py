@@ -369,7 +369,7 @@ def moved() -> tuple[int, int]:
         told = []
         for epoch in (1, 2):
             trainer.fit((x[:8], y[:8]), epochs=epoch, batch_size=8, verbose=False)
-            told.append(cast(Any, strategy.engine)._links.messages.traffic.sent)
+            told.append(cast(Any, strategy.engine).parts.topology.messages.traffic.sent)
             assert strategy.coordination.traffic.sent >= told[-1]
             assert strategy.coordination.traffic.waited > 0
         return told[0], told[1]

@@ -51,7 +51,7 @@ def save_later(name: str, options: dict[str, Any], folder: str, slow: int) -> No
     trainer.fit(data(), batch_size=8, verbose=0)
     trainer.save(f"{folder}/now")
     if strategy.cluster.rank == slow:
-        strategy.engine._kept_copies = SlowCopies()  # type: ignore[attr-defined]
+        strategy.engine._kept_copies = SlowCopies()
     for number in range(2):  # the second copy goes into the memory of the first
         trainer.save(f"{folder}/later-{number}", asynchronous=True)
         with torch.no_grad():

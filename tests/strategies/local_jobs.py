@@ -262,14 +262,14 @@ def held(name: str, options: dict[str, Any]) -> dict[str, int]:
     _, optimizer = strategy.prepare(net, torch.optim.Adam(net.parameters()))
     for batch in strategy.distribute(sp.data.arrays(*blobs(8)).batch(8)):
         strategy.step(batch, nn.CrossEntropyLoss())
-    coupling = strategy.engine.outer._couplings[id(optimizer)]._parts[0]  # type: ignore[attr-defined]
+    coupling = strategy.engine.team.outer._couplings[id(optimizer)]._parts[0]  # type: ignore[attr-defined]
     outer = coupling._outer.state.values()
     found = {
         "model": sum(parameter.numel() for parameter in net.parameters()),
         "state": sum(values["exp_avg"].numel() for values in optimizer.state.values()),
         "start": coupling._start.numel(),
         "outer": sum(values["momentum_buffer"].numel() for values in outer),
-        "own": sum(home.own.numel() for home in set(strategy.engine._homes.values())),  # type: ignore[attr-defined]
+        "own": sum(home.own.numel() for home in set(strategy.engine.parts.exchange.homes.values())),  # type: ignore[attr-defined]
     }
     strategy.close()
     return found

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 import spartito as sp
 from spartito.cluster.spec import ClusterSpec
-from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import Rendezvous
 from spartito.data.batch import Batch
 from spartito.engine.compression import LowRank
 from spartito.engine.overlap import StreamedGradients
-from spartito.steps.multi_worker_mirrored import MultiWorkerMirroredStep
-from spartito.steps.synchronous import SynchronousStep
+from spartito.steps.all_reduce import AllReduce, compression_of
+from spartito.steps.parts import Parts
+from spartito.steps.team import Team
+from spartito.steps.topology import Connected, OneShardEach
 from spartito.strategies import MultiWorkerMirroredStrategy
 from tests.collectives.group import spec
 from tests.replicas import warns
@@ -31,20 +32,28 @@ SMALL, LARGE = 64, 1 << 30
 """Bytes of a bucket: each parameter in one of its own; all gradients at the end, in one sum."""
 
 
+@dataclass(frozen=True)
+class TwoOnEach(OneShardEach):
+    """Two replicas on each machine, by the name that they give it."""
+
+    def connect(self, rendezvous: Rendezvous, cluster: ClusterSpec) -> Connected:
+        rendezvous._host = f"machine {cluster.rank // 2}"
+        return super().connect(rendezvous, cluster)
+
+
 @dataclass(frozen=True, eq=False)
 class Layered(MultiWorkerMirroredStrategy):
     """Two replicas on each machine."""
 
-    implementation = "tests.strategies.overlap_jobs:LayeredStep"
+    def parts(self, team: Team) -> Parts:
+        return replace(super().parts(team), topology=TwoOnEach())
 
 
-class LayeredStep(MultiWorkerMirroredStep):
-    """Two replicas on each machine, by the name that they give it."""
-
-    @staticmethod
-    def connect(rendezvous: Rendezvous, cluster: ClusterSpec) -> Mapping[str, Collective]:
-        rendezvous._host = f"machine {cluster.rank // 2}"
-        return SynchronousStep.connect(rendezvous, cluster)
+def senders(strategy: sp.Strategy) -> tuple[Any, ...]:
+    """What a compression needs to save and load what it keeps."""
+    exchange = strategy.engine.parts.exchange
+    assert isinstance(exchange, AllReduce)
+    return exchange.senders(strategy.engine.team.pairs.only)
 
 
 def make(way: str, **options: Any) -> MultiWorkerMirroredStrategy:
@@ -92,7 +101,7 @@ def examples(count: int) -> tuple[Tensor, Tensor]:
 
 def streamed(strategy: MultiWorkerMirroredStrategy) -> int:
     """How many buckets left while backward ran."""
-    (pair,) = strategy.engine._pairs.all
+    (pair,) = strategy.engine.team.pairs.all
     found = pair.gradients
     return found.overlapped if isinstance(found, StreamedGradients) else 0
 
@@ -143,7 +152,7 @@ def loop(way: str, bucket_bytes: int) -> tuple[dict[str, Tensor], int, int]:
         if step == 17:
             backward(strategy, model, next(batches))
         strategy.update(optimizer)
-    found = strategy.engine._pairs.only.gradients
+    found = strategy.engine.team.pairs.only.gradients
     rests = found._rests if isinstance(found, StreamedGradients) else 0
     weights = {name: value.clone() for name, value in net.state_dict().items()}
     result = weights, streamed(strategy), rests
@@ -290,9 +299,9 @@ def left_out(way: str, folder: str) -> list[Tensor]:
     net = Wide()
     strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.05, momentum=0.9))
     strategy.load(Path(folder))
-    found = cast(Any, strategy.engine)._compression()
+    found = compression_of(strategy.engine.team.pairs.only)
     assert isinstance(found, LowRank)
-    state = found.state_dict(*cast(Any, strategy.engine)._kept)
+    state = found.state_dict(*senders(strategy))
     sums = [errors.sum(0) for errors in state["errors"].values()]
     strategy.close()
     return sums
@@ -314,10 +323,10 @@ def products(way: str) -> tuple[Tensor, Tensor, Tensor]:
         costs = (model(torch.eye(30).double()) * target.T).sum()
         strategy.backward((costs, batch.size), batch)
         strategy.update(optimizer)
-    found = cast(Any, strategy.engine)._compression()
+    found = compression_of(strategy.engine.team.pairs.only)
     assert found is not None
     group = strategy.engine.groups.data
-    state = found.state_dict(*cast(Any, strategy.engine)._kept)
+    state = found.state_dict(*senders(strategy))
     kept = state["errors"]["weight"].sum(0)
     applied = before - net.weight.detach()
     everyone = group.all_reduce(given)

@@ -1,8 +1,8 @@
-"""A strategy for tests: each data shard has two processes, which meet in every forward pass."""
+"""Strategies for tests: each data shard has two processes, which meet in every forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,44 +12,27 @@ from torch.optim import Optimizer
 
 from spartito.checkpoint.boxes import BoxCut, Cut
 from spartito.cluster.spec import ClusterSpec
-from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import WORLD, Rendezvous
-from spartito.engine.gradients import Gradients
+from spartito.steps.all_reduce import AllReduce
 from spartito.steps.groups import DATA, MODEL
 from spartito.steps.pair import Pair
-from spartito.steps.synchronous import SynchronousStep
+from spartito.steps.parts import Exchange, Parts, Prepared
+from spartito.steps.replicated import Replicated
+from spartito.steps.team import Team
+from spartito.steps.topology import Connected
 from spartito.strategies import Strategy
 
 WIDE = 2  # processes of a pair
 
 
-@dataclass(frozen=True, eq=False)
-class PairedStrategy(Strategy):
-    """Ranks 2n and 2n + 1 read data shard n; every forward pass waits for all processes."""
+@dataclass(frozen=True)
+class TwoByTwo:
+    """Ranks 2n and 2n + 1 read data shard n."""
 
-    name = "paired"
-    implementation = "tests.strategies.paired:PairedStep"
+    def shard(self, tasks: ClusterSpec) -> tuple[int, int]:
+        return tasks.rank // WIDE, tasks.world_size // WIDE
 
-
-@dataclass(frozen=True, eq=False)
-class CutStrategy(Strategy):
-    """As before, and each process of a pair has some rows only of every matrix, not as many."""
-
-    name = "cut"
-    implementation = "tests.strategies.paired:CutStep"
-
-
-class PairedStep(SynchronousStep):
-    """Ranks 2n and 2n + 1 read data shard n; every forward pass waits for all processes."""
-
-    name = "paired"
-
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        return self.cluster.rank // WIDE, self.cluster.world_size // WIDE
-
-    @staticmethod
-    def connect(rendezvous: Rendezvous, cluster: ClusterSpec) -> Mapping[str, Collective]:
+    def connect(self, rendezvous: Rendezvous, cluster: ClusterSpec) -> Connected:
         first = cluster.rank - cluster.rank % WIDE
         return {
             WORLD: rendezvous.group(),
@@ -57,33 +40,43 @@ class PairedStep(SynchronousStep):
             MODEL: rendezvous.group(MODEL, range(first, first + WIDE)),
         }
 
-    def prepare(
-        self, model: nn.Module, optimizer: Any, **options: Any
-    ) -> tuple[nn.Module, Optimizer]:
-        found = super().prepare(model, optimizer, **options)
-        found[0].register_forward_pre_hook(self._meet)
-        return found
+
+class Meeting(Replicated):
+    """A whole model on each process; every forward pass waits for all of them."""
+
+    def prepared(self, pair: Pair, couple: Callable[[Pair], None]) -> None:
+        pair.model.register_forward_pre_hook(self._meet)
+        couple(pair)
 
     def _meet(self, model: nn.Module, given: Any) -> None:
         """All run the model as often as the others, also those without rows."""
-        met = self.groups.world.all_reduce(torch.ones(1))
-        assert met.item() == self.cluster.world_size
+        met = self._team.groups.world.all_reduce(torch.ones(1))
+        assert met.item() == self._team.cluster.world_size
 
 
-class CutStep(PairedStep):
+class Halved(Meeting):
     """As before, and each process of a pair has some rows only of every matrix, not as many."""
 
-    name = "cut"
-
-    def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
+    def __init__(self, team: Team, exchange: Exchange) -> None:
+        super().__init__(team, exchange)
         self._cut: dict[str, Cut] = {}
+
+    def gradients(self, model: nn.Module, optimizer: Optimizer) -> Prepared:
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
                 self._cut[f"{name}.weight"] = self._halve(module)
-        return super()._gradients(model, optimizer)
+        return super().gradients(model, optimizer)
+
+    def cuts(self, pair: Pair, section: str) -> Mapping[str, Cut]:
+        return self._cut
+
+    def fractions(self, pair: Pair, parameters: Sequence[nn.Parameter]) -> list[float]:
+        cut = {name: name in self._cut for name, _ in pair.model.named_parameters()}
+        names = {id(parameter): name for name, parameter in pair.model.named_parameters()}
+        return [1.0 if cut[names[id(parameter)]] else 1 / WIDE for parameter in parameters]
 
     def _halve(self, layer: nn.Linear) -> Cut:
-        group, shape = self.groups.model, tuple(layer.weight.shape)
+        group, shape = self._team.groups.model, tuple(layer.weight.shape)
         edges = [0, shape[0] // 2, shape[0]]
         own = slice(edges[group.rank], edges[group.rank + 1])
         layer.weight.data = layer.weight.data[own].clone()
@@ -96,5 +89,24 @@ class CutStep(PairedStep):
         layer.forward = forward  # type: ignore[method-assign,assignment]
         return BoxCut(shape, (own.start, 0), tuple(layer.weight.shape))
 
-    def _cuts(self, pair: Pair, section: str) -> Mapping[str, Cut]:
-        return self._cut
+
+@dataclass(frozen=True, eq=False)
+class PairedStrategy(Strategy):
+    """Ranks 2n and 2n + 1 read data shard n; every forward pass waits for all processes."""
+
+    name = "paired"
+
+    def parts(self, team: Team) -> Parts:
+        exchange = AllReduce(team)
+        return Parts(TwoByTwo(), Meeting(team, exchange), exchange)
+
+
+@dataclass(frozen=True, eq=False)
+class CutStrategy(Strategy):
+    """As before, and each process of a pair has some rows only of every matrix, not as many."""
+
+    name = "cut"
+
+    def parts(self, team: Team) -> Parts:
+        exchange = AllReduce(team)
+        return Parts(TwoByTwo(), Halved(team, exchange), exchange)

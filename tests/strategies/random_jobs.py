@@ -182,7 +182,7 @@ def train(
                 for batch in strategy.distribute(sp.data.arrays(*data()).batch(6)):
                     strategy.step(batch, noisy if kind == "loss" else nn.CrossEntropyLoss())
             found[kind] = weights(net)
-            strategy.engine._pairs.all.clear()
+            strategy.engine.team.pairs.all.clear()
         return found
     finally:
         strategy.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,10 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import spartito as sp
 from spartito.engine.sliced import SlicedGradients
-from spartito.steps.synchronous import SynchronousStep
+from spartito.steps.all_reduce import AllReduce
+from spartito.steps.parts import Parts
+from spartito.steps.replicated import replicas
+from spartito.steps.team import Team
 
 ROWS, STEPS = 7, 8
 
@@ -200,7 +204,7 @@ def by_replicas(name: str) -> tuple[list[dict[str, Tensor]], int]:
         torch.cat([batch_of(step)[1] for step in range(STEPS)]),
     )
     found, divided = [], 0
-    gradients = strategy.engine._pairs.only.gradients
+    gradients = strategy.engine.team.pairs.only.gradients
     batches = iter(strategy.distribute(data.batch(ROWS)))
     for step in range(STEPS):
         change(net, optimizer, step, strategy.cluster.rank)
@@ -213,11 +217,18 @@ def by_replicas(name: str) -> tuple[list[dict[str, Tensor]], int]:
     return found, divided
 
 
+@dataclass(frozen=True, eq=False)
+class Packed(sp.MirroredStrategy):
+    """Replicas that share memory, and make each the whole update."""
+
+    def parts(self, team: Team) -> Parts:
+        return replicas(team, AllReduce(team, slices=False))
+
+
 def in_fp32(kind: str, divides: bool) -> Mapping[str, Tensor]:
     """Weights and state after 20 steps of an fp32 model of 50,000 parameters."""
-    SynchronousStep._divides_updates = divides
+    strategy = sp.MirroredStrategy() if divides else Packed()
     try:
-        strategy = sp.MirroredStrategy()
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(211, 199), nn.Tanh(), nn.Linear(199, 37)).float()
         if kind == "bf16":
@@ -232,9 +243,8 @@ def in_fp32(kind: str, divides: bool) -> Mapping[str, Tensor]:
         ):
             strategy.backward(nn.functional.cross_entropy(net(batch.x), batch.y), batch)
             strategy.update(optimizer)
-        gradients = strategy.engine._pairs.only.gradients
+        gradients = strategy.engine.team.pairs.only.gradients
         assert getattr(gradients, "_divided", False) == divides
-        strategy.close()
         return outcome(net, optimizer)
     finally:
-        SynchronousStep._divides_updates = True
+        strategy.close()

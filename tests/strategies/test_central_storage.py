@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.engine.divided import cut
 from spartito.errors import UserError
-from spartito.steps.central_storage import balanced, homeless, line_offsets
+from spartito.steps.one_copy import balanced, homeless, line_offsets
 from spartito.strategies import CentralStorageStrategy
 from tests.replicas import ReplicaError, Replicas
 from tests.strategies import central_jobs as jobs

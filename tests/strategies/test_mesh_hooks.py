@@ -31,7 +31,7 @@ def overflowing() -> list[tuple[float, float]]:
         strategy.prepare(net, update, precision="fp16")
         for batch in strategy.distribute(sp.data.arrays(x, y).batch(4)):
             strategy.step(batch, nn.functional.mse_loss)
-            found.append((strategy.engine._pairs.only.loss_scale.value, last.bias[0].item()))
+            found.append((strategy.engine.team.pairs.only.loss_scale.value, last.bias[0].item()))
         return found
 
 

@@ -27,7 +27,7 @@ from spartito.cluster.recovery import Recovery
 from spartito.cluster.store.server import Server
 from spartito.errors import UserError
 from spartito.registry import strategy_info
-from spartito.steps.recovering import ElsewhereError, Standing, share_state
+from spartito.steps.recovery import ElsewhereError, Standing, share_state
 from spartito.strategies import strategy as named_strategy
 from spartito.wire.secret import Key
 from tests import stacks
@@ -347,7 +347,7 @@ def test_a_launcher_that_asks_for_recovery_is_heard(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("SPARTITO_RECOVERY", "min_workers=1")
     for name in ("mirrored", "multi_worker_mirrored", "sharded"):
         strategy = strategy_info(name).load()(cluster=spec(0, 2, 29500))
-        assert strategy.engine.recovery == Recovery(min_workers=1), name
+        assert strategy.engine.team.recovery == Recovery(min_workers=1), name
         strategy.close()
 
 

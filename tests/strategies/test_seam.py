@@ -13,21 +13,31 @@ import torch
 
 import spartito as sp
 from spartito import training
-from spartito.steps.base import Step
+from spartito.steps.computation import Computation, Division
+from spartito.steps.coordination import Account, Agreement
+from spartito.steps.parts import Exchange, Held, Placement
+from spartito.steps.recovery import Copies, Recovering
+from spartito.steps.step import Step
+from spartito.steps.topology import Topology
 from spartito.strategies import strategy_class
 from spartito.wire.ports import free_port
 from tests.collectives.group import spec
 
-MOST = 12
+MOST, SMALL = 12, 6
 TRAINING = Path(training.__file__).parent
 
 
-def abstract() -> set[str]:
-    return {name for name, value in vars(Step).items() if _is_abstract(value)}
+SEAMS = (
+    *(Account, Agreement, Computation, Copies, Division, Exchange, Held, Placement),
+    *(Recovering, Topology),
+)
+"""What parts are to each other."""
 
 
-def _is_abstract(value: object) -> bool:
-    return getattr(value, "__isabstractmethod__", False)
+def methods(seam: type) -> list[str]:
+    """Those of its own, without what it is made of."""
+    found = vars(seam).items()
+    return [name for name, each in found if inspect.isfunction(each) and name[0] != "_"]
 
 
 def used(source: str) -> set[str]:
@@ -53,9 +63,18 @@ def test_the_seam_does_not_grow() -> None:
     """A strategy is what it computes; who decides and who hears of it is its coordination."""
     found = set().union(*(used(file.read_text()) for file in TRAINING.rglob("*.py")))
     assert len(found) <= MOST, sorted(found)
-    assert len(abstract()) <= MOST, sorted(abstract())
-    assert abstract() <= {name for name, _ in inspect.getmembers(Step)}
     assert "coordination" in found
+
+
+@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.__name__)
+def test_a_part_is_small(seam: type) -> None:
+    """Who writes one has to know little of a step."""
+    assert 1 <= len(methods(seam)) <= SMALL, methods(seam)
+
+
+def test_there_is_one_step() -> None:
+    """But for workers that never meet, whose servers make the update."""
+    assert [kind.__name__ for kind in Step.__subclasses__()] in ([], ["ServedStep"])
 
 
 def sockets() -> set[str]:

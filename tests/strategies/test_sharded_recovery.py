@@ -16,8 +16,8 @@ from spartito.engine.sharding.copies import VALUES, Copies, Snapshot
 from spartito.engine.sharding.gradients import ShardedGradients
 from spartito.errors import UserError
 from spartito.registry import strategy_info
-from spartito.steps.recovering import ShardsLostError
-from spartito.steps.resharding import Healing
+from spartito.steps.recovery import ShardsLostError
+from spartito.steps.shard_copies import Healing
 from spartito.strategies import strategy as named_strategy
 from tests.collectives.group import spec
 from tests.replicas import Replicas

@@ -264,7 +264,11 @@ def folds(strategy: sp.Strategy) -> tuple[list[Any], list[Any], int]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(2):
         trainer(strategy, model=model, optimizer=optimizer)
-    return shared, alone, sum(pair.optimizer is optimizer for pair in strategy.engine._pairs.all)
+    return (
+        shared,
+        alone,
+        sum(pair.optimizer is optimizer for pair in strategy.engine.team.pairs.all),
+    )
 
 
 def test_what_is_lazy_gets_its_size_on_one_device_only() -> None:

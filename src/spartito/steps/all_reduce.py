@@ -134,14 +134,14 @@ class AllReduce(Whole):
 
     def save(self, pair: Pair, state: Callable[[], State]) -> State:
         """As `Held.save`, with what a compression has left out so far."""
-        found, compression = state(), _compression_of(pair)
+        found, compression = state(), compression_of(pair)
         left_out = {} if compression is None else compression.state_dict(*self.senders(pair))
         return {**found, "compression": left_out} if left_out else found
 
     def load(self, pair: Pair, saved: Saved, load: Callable[[Saved], None]) -> None:
         """As `Held.load`."""
         load(saved)
-        compression = _compression_of(pair)
+        compression = compression_of(pair)
         if "optimizer" in saved and compression is not None:
             state = saved.whole("compression") if "compression" in saved else {}
             compression.load_state_dict(state, *self.senders(pair))
@@ -194,8 +194,12 @@ class AllReduce(Whole):
         )  # fmt: skip
 
 
-def _compression_of(pair: Pair) -> Compression | None:
-    """How the gradients of a pair are sent, if they leave in parts."""
+def compression_of(pair: Pair) -> Compression | None:
+    """How the gradients of a pair are sent, if they leave in parts.
+
+    Args:
+        pair: A prepared one.
+    """
     if isinstance(pair.gradients, StreamedGradients | OverlappedGradients):
         return pair.gradients.compression
     return None

@@ -68,8 +68,8 @@ class Replicated(Whole):
         couple(pair)
 
     def fractions(self, pair: Pair, parameters: Sequence[nn.Parameter]) -> list[float]:
-        """As `Placement.fractions`: each is here alone."""
-        return [1.0] * len(parameters)
+        """As `Placement.fractions`: all tasks of a model have each."""
+        return [1.0 / self._team.model.world_size] * len(parameters)
 
 
 def replicas(team: Team, exchange: Exchange) -> Parts:

@@ -17,7 +17,9 @@ from spartito.registry import strategy_info
 from spartito.steps.grouping import Grouping
 from spartito.steps.local_sgd import LocalSGD
 from spartito.steps.outer import Outer
+from spartito.steps.parts import Parts
 from spartito.steps.step import Step
+from spartito.steps.team import Team
 from spartito.strategies.declaration import Strategy, nested
 
 
@@ -87,6 +89,10 @@ class LocalSGDStrategy(Strategy):
             )
         outer, exchange = choose(self.outer), sending.choose(self.compress)
         self.__dict__["_loop"] = (every, turns, outer, self.weights, exchange)
+
+    def parts(self, team: Team) -> Parts:
+        """As `Strategy.parts`: those of the strategy that it holds."""
+        return nested(self.inside, self.job).parts(team)
 
     def step_of(self, whole: Strategy, outer: Outer | None = None) -> Step:
         """As `Strategy.step_of`: the steps of a group, with the outer loop around them."""
