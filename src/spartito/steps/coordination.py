@@ -6,6 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from zlib import crc32
@@ -383,7 +384,10 @@ class SynchronousCoordination(Coordination):
         self._outer.show(self._pairs.in_use)
 
     def compare(self, order: int = 0) -> None:
+        # One after the other: who is refused in one group does not come to the next.
         self._together(lambda: self._compare(order))
+        for each in self.agreements:
+            self._together(partial(self._done, partial(each.compare, order)))
         self.compare_buffers()
 
     def settle(self) -> None:
@@ -392,12 +396,13 @@ class SynchronousCoordination(Coordination):
             each.settle()
 
     def compare_buffers(self) -> None:
-        self._together(self._settle_buffers)
-
-    def _settle_buffers(self) -> str:
-        self._settle_all(self.groups.replicas)
+        self._together(partial(self._done, partial(self._settle_all, self.groups.replicas)))
         for each in self.agreements:
-            each.settle_buffers()
+            self._together(partial(self._done, each.settle_buffers))
+
+    @staticmethod
+    def _done(work: Callable[[], None]) -> str:
+        work()
         return ""
 
     def _settle_all(self, group: Collective) -> None:
@@ -453,8 +458,6 @@ class SynchronousCoordination(Coordination):
         self.settle()
         compared = self.groups.replicas if self._outer.is_apart else self.groups.data
         self.compare_in(compared, self.parameters(), order)
-        for each in self.agreements:
-            each.compare(order)
         for pair in self._pairs.all:
             pair.gradients.compared()
         self._pairs.unseen = False
