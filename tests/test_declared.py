@@ -241,16 +241,11 @@ def test_the_table_has_the_options_of_each_class(info: Any) -> None:
     kind = info.load()
     known = {one.name for one in fields(kind)} - {"cluster"}
     assert set(OF_THE_JOB) <= known
-    if hasattr(kind, "implementation"):
-        module, _, name = kind.implementation.partition(":")
-        steps = signature(getattr(import_module(module), name)).parameters
-        known -= set(OF_THE_JOB) - set(steps)
-    else:
-        known -= {"recovery"}
+    known -= set(kind.without)
     assert len(info.options) == len(set(info.options))
     assert set(info.options) == known
-    assert bool(info.inside) == ("inside" in known)
-    assert {strategy_info(name).name for name in info.inside} == set(info.inside)
+    assert info.nests == kind.nests
+    assert info.recovers == (kind.recovers or info.needs_servers)
 
 
 def test_file_names_differ_where_texts_do() -> None:

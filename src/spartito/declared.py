@@ -20,7 +20,13 @@ from typing import Any
 
 from spartito.errors import UserError
 from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
-from spartito.registry import OF_THE_JOB, StrategyInfo, strategy_info, strategy_names
+from spartito.registry import (
+    OF_THE_JOB,
+    StrategyInfo,
+    nesting_names,
+    strategy_info,
+    strategy_names,
+)
 
 INSIDE = "inside"
 """The option that is another strategy."""
@@ -373,13 +379,16 @@ class _Reader:
 
     def _info(self, name: str, at: int, outer: StrategyInfo | None) -> StrategyInfo:
         known = strategy_names()
-        if outer is not None and outer.inside and name not in outer.inside:
-            is_known, do = name in known, nearest(name, outer.inside)
-            what = f"{outer.name} cannot hold {name}" if is_known else f"{name!r} is not a strategy"
-            raise self.error(f"{what}: inside={name}", do, at)
+        if outer is not None and outer.options is not None and name not in known:
+            do = nearest(name, nesting_names())
+            raise self.error(f"{name!r} is not a strategy: inside={name}", do, at)
         if name not in known:
             raise self.error(f"{name!r} is not a strategy", nearest(name, known), at)
-        return strategy_info(name)
+        info = strategy_info(name)
+        if outer is not None and not info.nests:
+            do = nearest(name, nesting_names())
+            raise self.error(f"{outer.name} cannot hold {name}: inside={name}", do, at)
+        return info
 
     def _options(
         self,

@@ -14,10 +14,15 @@ if TYPE_CHECKING:
     from spartito.engine.optimizers import OptimizerLike
     from spartito.launch.job import JobSpec, Launcher
     from spartito.registry import StrategyInfo
+    from spartito.steps.all_reduce import AllReduce
+    from spartito.steps.computation import Computation, WholeModel
     from spartito.steps.coordination import Coordination, SynchronousCoordination
     from spartito.steps.distributed import Distributed, Figures, StepResult
     from spartito.steps.groups import Groups
+    from spartito.steps.pair import Pair
     from spartito.steps.parts import Exchange, Parts, Placement
+    from spartito.steps.replicated import Replicated
+    from spartito.steps.sharded import Sharded
     from spartito.steps.step import Step
     from spartito.steps.team import Team
     from spartito.steps.topology import Topology
@@ -31,13 +36,16 @@ if TYPE_CHECKING:
 __getattr__ = _attach(
     __name__,
     {
+        "AllReduce": "spartito.steps.all_reduce",
         "Batch": "spartito.data.batch",
         "Callback": "spartito.training.callback",
         "ClassMetric": "spartito.training.metrics.classification",
         "ClusterSpec": "spartito.cluster.spec",
         "Collective": "spartito.collectives.collective",
+        "Computation": "spartito.steps.computation",
         "Coordination": "spartito.steps.coordination",
         "Distributed": "spartito.steps.distributed",
+        "Exchange": "spartito.steps.parts",
         "Figures": "spartito.steps.distributed",
         "Groups": "spartito.steps.groups",
         "JobSpec": "spartito.launch.job",
@@ -47,35 +55,41 @@ __getattr__ = _attach(
         "LossFunction": "spartito.engine.loss",
         "Metric": "spartito.training.metrics.base",
         "MetricFunction": "spartito.training.metrics.mean",
-        "Exchange": "spartito.steps.parts",
         "OptimizerLike": "spartito.engine.optimizers",
+        "Pair": "spartito.steps.pair",
         "Parts": "spartito.steps.parts",
         "Placement": "spartito.steps.parts",
         "Rendezvous": "spartito.collectives.rendezvous",
+        "Replicated": "spartito.steps.replicated",
         "Resolver": "spartito.cluster.resolver",
+        "Sharded": "spartito.steps.sharded",
         "State": "spartito.training.metrics.base",
+        "Step": "spartito.steps.step",
         "StepResult": "spartito.steps.distributed",
         "Strategy": "spartito.strategies",
         "StrategyInfo": "spartito.registry",
         "SynchronousCoordination": "spartito.steps.coordination",
-        "Step": "spartito.steps.step",
+        "Task": "spartito.cluster.spec",
         "Team": "spartito.steps.team",
         "Topology": "spartito.steps.topology",
-        "Task": "spartito.cluster.spec",
         "Traffic": "spartito.collectives.collective",
         "Training": "spartito.training.callback",
         "Value": "spartito.training.metrics.base",
+        "WholeModel": "spartito.steps.computation",
     },
 )
 
 __all__ = [
+    "AllReduce",
     "Batch",
     "Callback",
     "ClassMetric",
     "ClusterSpec",
     "Collective",
+    "Computation",
     "Coordination",
     "Distributed",
+    "Exchange",
     "Figures",
     "Groups",
     "JobSpec",
@@ -85,22 +99,25 @@ __all__ = [
     "LossFunction",
     "Metric",
     "MetricFunction",
-    "Exchange",
     "OptimizerLike",
+    "Pair",
     "Parts",
     "Placement",
     "Rendezvous",
+    "Replicated",
     "Resolver",
+    "Sharded",
     "State",
+    "Step",
     "StepResult",
     "Strategy",
     "StrategyInfo",
     "SynchronousCoordination",
-    "Step",
+    "Task",
     "Team",
     "Topology",
-    "Task",
     "Traffic",
     "Training",
     "Value",
+    "WholeModel",
 ]

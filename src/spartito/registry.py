@@ -39,7 +39,7 @@ class StrategyInfo:
         most_replicas: the largest number of replicas; None for any number.
         divides_model: whether tasks have a model between them.
         options: the keyword arguments of its class, but ``cluster``; None: only the class knows.
-        inside: the strategies that its option ``inside`` can be.
+        nests: whether groups of another strategy may train so, as its ``inside``.
     """
 
     name: str
@@ -52,7 +52,7 @@ class StrategyInfo:
     most_replicas: int | None = None
     divides_model: bool = False
     options: tuple[str, ...] | None = None
-    inside: tuple[str, ...] = ()
+    nests: bool = True
 
     def check(self, replicas: int, here: int, servers: int) -> None:
         """Raise `UserError` unless the strategy can run on such a cluster.
@@ -120,6 +120,7 @@ BUILT_IN = {
             one_machine=True,
             most_replicas=1,
             options=OF_THE_JOB,
+            nests=False,
         ),
         StrategyInfo(
             "mirrored",
@@ -140,6 +141,7 @@ BUILT_IN = {
             one_machine=True,
             shares_memory=True,
             options=("parameter_device", *_of_the_job("communication", "recovery")),
+            nests=False,
         ),
         StrategyInfo(
             "mesh",
@@ -175,7 +177,7 @@ BUILT_IN = {
                 *("overlap", "mixing", "inside"),
                 *_of_the_job("recovery"),
             ),
-            inside=("mirrored", "multi_worker_mirrored", "sharded", "mesh", "pipeline"),
+            nests=False,
         ),
         StrategyInfo(
             "parameter_server",
@@ -190,6 +192,7 @@ BUILT_IN = {
                 *("snapshot_dir", "nan_limit", "push_log", "shared_memory"),
                 *_of_the_job("sync_batchnorm", "communication"),
             ),
+            nests=False,
         ),
     )
 }
@@ -199,6 +202,11 @@ BUILT_IN = {
 def strategy_names() -> tuple[str, ...]:
     """The names of all strategies: Spartito's own, the simplest first, then those of packages."""
     return (*BUILT_IN, *sorted(set(_added()) - set(BUILT_IN)))
+
+
+def nesting_names() -> tuple[str, ...]:
+    """The strategies of Spartito's own that another one may have inside."""
+    return tuple(name for name, info in BUILT_IN.items() if info.nests)
 
 
 def strategy_info(name: str) -> StrategyInfo:

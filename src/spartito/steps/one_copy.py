@@ -88,7 +88,7 @@ class OneCopy:
         self._owners: dict[Optimizer, Owners] = {}
         self._scales = False
         self._homes: list[tuple[nn.Parameter, int]] = []
-        self.agreement = PlaceAgreement(self._homes)
+        self.agreement = AddressAgreement(self._homes)
 
     @property
     def fraction(self) -> float:
@@ -228,7 +228,7 @@ class OneCopy:
         return found
 
 
-class PlaceAgreement(Alike):
+class AddressAgreement(Alike):
     """Parameters that lie in one memory are equal, unless a replica has moved its own away.
 
     Args:

@@ -132,7 +132,7 @@ class Placement(Held, Protocol):
         """Give a model that was made without values those that this task keeps; all call it."""
         ...
 
-    def place(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
+    def bring(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
         """Bring the chief's values to all, and leave here what belongs here; all tasks call it.
 
         Args:

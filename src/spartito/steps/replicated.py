@@ -49,8 +49,8 @@ class Replicated(Whole):
         else:
             make_all(model)
 
-    def place(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """As `Placement.place`."""
+    def bring(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """As `Placement.bring`."""
         sent = tensors
         if self._exchange.brings:
             sent = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]

@@ -183,8 +183,8 @@ class Stages:
         else:
             make_buffers(model)
 
-    def place(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """As `Placement.place`; the exchange gets what is known to belong here."""
+    def bring(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """As `Placement.bring`; the exchange gets what is known to belong here."""
         self._inside.cut(model, tensors)
 
     def gradients(self, model: nn.Module, optimizer: Optimizer) -> Prepared:

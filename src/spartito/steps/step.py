@@ -206,7 +206,7 @@ class Step:
             self._needs_context = self._needs_context or synchronized or deterministic
             tensors = tensors_of(model)
             team.meet()
-            placement.place(model, list(tensors.values()))
+            placement.bring(model, list(tensors.values()))
             clipping.watch(team.pairs, self._has_parts_of_gradients, team.several)
             whole, gradients = placement.gradients(model, made)
             dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
@@ -235,7 +235,7 @@ class Step:
             synchronize_batchnorm(model)
         known, pair.shared = pair.shared, tensors_of(model)
         new = [tensor for key, tensor in pair.shared.items() if key not in known]
-        self.parts.placement.place(model, new)
+        self.parts.placement.bring(model, new)
 
     @property
     def _has_parts_of_gradients(self) -> bool:

@@ -123,13 +123,13 @@ class TensorParallel:
         """As `Placement.lay_out`."""
         self._cut(model, partial(told, self._team.groups.world))
 
-    def place(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """As `Placement.place`."""
+    def bring(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """As `Placement.bring`."""
         self.cut(model, tensors)
         self._exchange.begin(unwrap(model), tensors)
 
     def cut(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """As `place`, without giving parameters to the exchange.
+        """As `bring`, without giving parameters to the exchange.
 
         Args:
             model: With whatever wraps it.

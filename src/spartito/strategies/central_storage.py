@@ -38,7 +38,14 @@ class CentralStorageStrategy(Strategy):
     parameter_device: torch.device | str = "cpu"
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`."""
+        """As `Strategy.parts`.
+
+        Args:
+            team: The tasks that make its steps.
+
+        Returns:
+            What these are made of.
+        """
         check_devices(self.parameter_device, self.device)
         exchange = OneCopy(team)
         return Parts(OneMemory(), Replicated(team, exchange), exchange)

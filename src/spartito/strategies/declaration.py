@@ -151,6 +151,9 @@ class Strategy:
         Args:
             team: The tasks that make them: those of a job, or of a group that another one has.
 
+        Returns:
+            The parts, which share the team.
+
         Raises:
             UserError: If these cannot train so.
         """

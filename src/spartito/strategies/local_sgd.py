@@ -60,6 +60,8 @@ class LocalSGDStrategy(Strategy):
     """
 
     name = "local_sgd"
+    nests = False
+    without = ("recovery",)
 
     groups: Asked = 2
     every: int | Sequence[int] = 20
@@ -91,7 +93,14 @@ class LocalSGDStrategy(Strategy):
         self.__dict__["_loop"] = (every, turns, outer, self.weights, exchange)
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`: those of the strategy that it holds."""
+        """As `Strategy.parts`.
+
+        Args:
+            team: The tasks of a group.
+
+        Returns:
+            Those of the strategy that it holds.
+        """
         return nested(self.inside, self.job).parts(team)
 
     def step_of(self, whole: Strategy, outer: Outer | None = None) -> Step:

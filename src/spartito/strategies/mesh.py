@@ -55,7 +55,14 @@ class MeshStrategy(Strategy):
     block_bytes: int = BLOCK
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`."""
+        """As `Strategy.parts`.
+
+        Args:
+            team: The tasks that make its steps.
+
+        Returns:
+            What these are made of.
+        """
         if self.mesh is not None and self.model is not None:
             raise UserError(
                 f"mesh={dict(self.mesh)} and model={self.model}",

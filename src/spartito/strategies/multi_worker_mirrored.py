@@ -37,7 +37,14 @@ class MultiWorkerMirroredStrategy(Strategy):
     bucket_bytes: int = BUCKET
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`."""
+        """As `Strategy.parts`.
+
+        Args:
+            team: The tasks that make its steps.
+
+        Returns:
+            What these are made of.
+        """
         exchange = AllReduce(
             team,
             find_unused=self.find_unused_parameters,

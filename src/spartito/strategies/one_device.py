@@ -16,7 +16,15 @@ class OneDeviceStrategy(Strategy):
     """Everything on one device of one process."""
 
     name = "one_device"
+    nests = False
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`."""
+        """As `Strategy.parts`.
+
+        Args:
+            team: The tasks that make its steps.
+
+        Returns:
+            What these are made of.
+        """
         return replicas(team, AllReduce(team))

@@ -103,7 +103,15 @@ class ParameterServerStrategy(Strategy):
     shared_memory: bool = True
 
     def step_of(self, whole: Strategy, outer: OuterLoop | None = None) -> Step:
-        """As `Strategy.step_of`: the steps of workers, which meet the servers alone."""
+        """As `Strategy.step_of`: the steps of workers, which meet the servers alone.
+
+        Args:
+            whole: Itself.
+            outer: None: it cannot be inside of another one.
+
+        Returns:
+            What this task does of them.
+        """
         self._refuse_inside(whole, outer)
         rules = Rules(
             0, self.max_staleness, self.on_stale, self.aggregate,
@@ -132,7 +140,14 @@ class ParameterServerStrategy(Strategy):
         return ServedStep(team, self.parts(team), flush_denormals=self.flush_denormals)
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`."""
+        """As `Strategy.parts`.
+
+        Args:
+            team: The tasks that make its steps.
+
+        Returns:
+            What these are made of.
+        """
         assert isinstance(team, ServedTeam), "made above"
         exchange = Push(team)
         computation = WholeModel(team, watching=partial(watching, team))

@@ -70,7 +70,14 @@ class PipelineStrategy(Strategy):
     block_bytes: int = BLOCK
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`."""
+        """As `Strategy.parts`.
+
+        Args:
+            team: The tasks that make its steps.
+
+        Returns:
+            What these are made of.
+        """
         interleaves = self.schedule == "interleaved"
         per_task = self.stages_per_task
         per_task = (2 if interleaves else 1) if per_task is None else per_task

@@ -47,7 +47,14 @@ class ShardedStrategy(Strategy):
     offload: bool = False
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`."""
+        """As `Strategy.parts`.
+
+        Args:
+            team: The tasks that make its steps.
+
+        Returns:
+            What these are made of.
+        """
         self._check(team)
         exchange = Sharded(
             team, self.zero, self.block_bytes, lambda: team.tasks.world_size // self.copies
