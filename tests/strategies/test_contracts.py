@@ -34,12 +34,21 @@ SEVERAL_SERVED: Case = (
     {"groups": [[0, 2], [1]], "every": 3, "quorum": 2, "min_shard_bytes": 16},
 )  # fmt: skip
 
+GLOO = {"communication": "process_group"}
+OVER_GLOO: list[Case] = [
+    ("multi_worker_mirrored", 3, GLOO),
+    ("sharded", 3, {"zero": 3, "block_bytes": 100, **GLOO}),
+    ("mesh", 4, {"mesh": {"data": 2, "model": 2}, "zero": 1, **GLOO}),
+    ("pipeline", 4, {"stages": 2, "microbatches": 3, **GLOO}),
+    ("local_sgd", 3, {"groups": [[0, 2], [1]], "every": 3, **GLOO}),
+]
+"""Every strategy takes any process group of torch: what it holds and sends is ordinary memory."""
+
 CASES: list[Case] = [
     ("one_device", 1, {}),
     ("mirrored", 2, {}),
     ("mirrored", 3, {}),
     ("multi_worker_mirrored", 2, {}),
-    ("multi_worker_mirrored", 3, {"communication": "process_group"}),
     ("multi_worker_mirrored", 2, {"communication": "sockets"}),
     ("multi_worker_mirrored", 3, {"communication": "sockets"}),
     ("multi_worker_mirrored", 2, {"communication": "sockets", "bucket_bytes": 64}),  # overlaps
@@ -63,6 +72,7 @@ CASES: list[Case] = [
     ("parameter_server", 2, {"groups": 2, "every": 3, "quorum": 2, "min_shard_bytes": 16}),
     ONE_SERVED,
     SEVERAL_SERVED,
+    *OVER_GLOO,
 ]
 
 if jobs.DEVICE == "cuda":  # NCCL refuses two ranks on one GPU, and the rest is for CPUs
@@ -77,7 +87,6 @@ if jobs.DEVICE == "cuda":  # NCCL refuses two ranks on one GPU, and the rest is 
 
 SLOWER = [
     ("mirrored", 3, {}),
-    ("multi_worker_mirrored", 3, {"communication": "process_group"}),
     ("multi_worker_mirrored", 3, {"communication": "sockets"}),
     ("central_storage", 3, {}),
     ("sharded", 3, {"zero": 1}),
@@ -87,6 +96,7 @@ SLOWER = [
     ("parameter_server", 3, {"max_staleness": 0, "min_shard_bytes": 16, "shared_memory": False}),
     ONE_SERVED,
     SEVERAL_SERVED,
+    *OVER_GLOO,
 ]
 """Forms whose strategy has others in the quick tests; they run with the slow ones."""
 
@@ -263,6 +273,12 @@ def test_numbers_are_those_of_one_device(
     first, *later = result["history"]["loss"]
     assert min(*later, *result["again"]["loss"]) < first
     assert len(result["predictions"]) == 7
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=named(case)) for case in OVER_GLOO])
+def test_numbers_over_gloo_are_those_of_one_device(replicas: Replicas, case: Case) -> None:
+    """Quickly, for each strategy; all contracts are with the slow tests."""
+    same_as_one_device(replicas, case, jobs.fit_mlp, clip=0.05, accumulate=3, schedule=True)
 
 
 @crossed("kind", {"own": "own", "torchmetrics": "torchmetrics"})

@@ -246,7 +246,6 @@ def test_what_it_cannot_do_is_refused(replicas: Replicas) -> None:
         ({"overlap": "yes"}, "", "overlap='yes' with every=20"),
         ({"mixing": 1.5}, "", "mixing=1.5"),
         ({"sites": 2, "every": [2, 4], "overlap": 1}, "", "overlap=1, mixing=None with sites"),
-        ({"communication": "ddp"}, "", "local_sgd with communication='ddp'"),
         ({"sites": 2}, "", "every=20 with sites=2"),
         ({"sites": 3, "every": [2, 4]}, "", "sites=3 of 2 groups"),
         ({}, "outer", "LBFGS as outer optimizer"),
@@ -273,7 +272,7 @@ def test_what_is_written_into_a_model_that_is_only_shown_is_refused(
     close(found, expected["weights"])
 
 
-@pytest.mark.parametrize("way", ["auto", "sockets", "beside", "sites"])
+@pytest.mark.parametrize("way", ["auto", "sockets", "process_group", "beside", "sites"])
 def test_a_lost_task_is_named_in_all_groups(replicas: Replicas, way: str) -> None:
     options: dict[str, Any] = {"groups": [[0], [1, 2]], "every": 3}
     options |= {"overlap": 2} if way == "beside" else {"communication": way}

@@ -59,9 +59,27 @@ def of_groups(inside: str) -> str:
     return f"local_sgd(groups=2, every={EVERY}, inside={inside})"
 
 
+QUICKLY = ["sharded(zero=3)", "mesh(model=2, zero=1)", of_groups("sharded(zero=1)")]
+
+
+def over_gloo(text: str) -> str:
+    """The same, whose tasks exchange everything by process groups of torch."""
+    return f'{text[:-1]}, communication="process_group")'
+
+
+def over_gloo_too(texts: list[str]) -> list[Any]:
+    """Those that any process group of torch serves: all but one, few of them quickly."""
+    refused = "sockets", "pipeline(stages=2, microbatches=2, zero=3)"
+    return [
+        pytest.param(over_gloo(each), marks=() if each in QUICKLY else slow)
+        for each in texts
+        if not any(word in each for word in refused)
+    ]
+
+
 def tasks(text: str) -> int:
     held = [of_groups(each) for each in HELD_BY_FOUR]
-    return 8 if text in (*EIGHT, *held) else 4
+    return 8 if text in (*EIGHT, *held, *map(over_gloo, held)) else 4
 
 
 def texts(quick: list[str], slower: list[str]) -> list[Any]:
@@ -69,7 +87,10 @@ def texts(quick: list[str], slower: list[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("text", texts(DIVIDED, EIGHT))
+@pytest.mark.parametrize(
+    "text",
+    [*texts(DIVIDED, EIGHT), *over_gloo_too(["sharded(zero=1)", "sharded(zero=3)", *DIVIDED])],
+)
 def test_numbers_are_those_of_plain_torch(replicas: Replicas, text: str, optimizer: str) -> None:
     """Clipped by the global norm, accumulated, with a smaller last batch."""
     (losses,), weights = jobs.by_torch(optimizer, 3)
@@ -80,7 +101,11 @@ def test_numbers_are_those_of_plain_torch(replicas: Replicas, text: str, optimiz
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(
-    "text", texts([of_groups(each) for each in HELD], [of_groups(each) for each in HELD_BY_FOUR])
+    "text",
+    [
+        *texts([*map(of_groups, HELD)], [*map(of_groups, HELD_BY_FOUR)]),
+        *over_gloo_too([*map(of_groups, (*HELD, *HELD_BY_FOUR[1:]))]),
+    ],
 )
 def test_groups_are_those_of_plain_torch(replicas: Replicas, text: str, optimizer: str) -> None:
     losses, weights = jobs.by_torch(optimizer, 3, groups=2, every=EVERY)

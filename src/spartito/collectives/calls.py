@@ -26,6 +26,8 @@ OPERATIONS = (
     "gather of bytes",
     "shared memory",
     "copies of shards",
+    "reduce_scatter",
+    "all_to_all",
 )
 PURPOSES = (
     "",

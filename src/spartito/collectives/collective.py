@@ -18,6 +18,7 @@ Piggybacked = tuple[float, ...]
 MAX_PIGGYBACKED = 24
 """How many may ride along."""
 MAX_DIMS = 64  # of torch's own
+HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(slots=True)
@@ -128,6 +129,40 @@ class Collective(ABC):
         with self.current_call.call(encode("broadcast", tensor.numel(), tensor.dtype, source)):
             return self._broadcast(tensor, source)
 
+    def all_gather_into(self, output: Tensor, tensor: Tensor) -> None:
+        """As `all_gather`, into one block.
+
+        Args:
+            output: ``(world_size, numel)``; its rows become the tensors, in the order of the ranks.
+            tensor: Flat; it may be its row of ``output``.
+        """
+        with self.current_call.call(encode("all_gather", tensor.numel(), tensor.dtype)):
+            self._all_gather_into(output, tensor)
+
+    def reduce_scatter(self, rows: Tensor) -> Tensor:
+        """Sum rows over the group: each task gets the sum of its own.
+
+        Args:
+            rows: ``(world_size, numel)``, a block of memory; what is in it afterwards is open.
+
+        Returns:
+            The sum of row ``rank``, added up in the order of the ranks.
+        """
+        with self.current_call.call(encode("reduce_scatter", rows.numel(), rows.dtype)):
+            return self._reduce_scatter(rows)
+
+    def all_to_all(self, rows: Tensor) -> Tensor:
+        """Give each task its row.
+
+        Args:
+            rows: ``(world_size, ...)``: a row for each rank.
+
+        Returns:
+            As many rows: what each rank has for this one.
+        """
+        with self.current_call.call(encode("all_to_all", rows.numel(), rows.dtype)):
+            return self._all_to_all(rows)
+
     def barrier(self) -> None:
         """Return when every task of the group is here."""
         with self.current_call.call(encode("barrier", 0, None)):
@@ -159,6 +194,16 @@ class Collective(ABC):
 
     @abstractmethod
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor: ...
+
+    def _all_gather_into(self, output: Tensor, tensor: Tensor) -> None:
+        for row, part in zip(output, self._all_gather(tensor), strict=True):
+            row.copy_(part)
+
+    def _reduce_scatter(self, rows: Tensor) -> Tensor:
+        return self._all_reduce(rows)[self.rank]
+
+    def _all_to_all(self, rows: Tensor) -> Tensor:
+        return torch.stack([part[self.rank] for part in self._all_gather(rows)])
 
     @abstractmethod
     def _barrier(self) -> None: ...
@@ -360,6 +405,17 @@ class IdentityCollective(Collective):
 
     def close(self) -> None:
         pass
+
+
+def added(rows: Tensor) -> Tensor:
+    """The sum of all rows in their order, in memory of the first; 16-bit numbers round once."""
+    first, *others = rows.unbind()
+    if first.dtype in HALF and len(others) > 1:
+        first.copy_(rows.float().sum(0))
+        return first
+    for row in others:
+        first.add_(row)
+    return first
 
 
 def add_piggybacked(parts: Sequence[Piggybacked]) -> Piggybacked:

@@ -15,24 +15,26 @@ import torch.distributed as dist
 # that lets go of a tensor while the interpreter ends aborts the process.
 import torch.distributed.nn.functional
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from spartito.collectives.calls import encode
 from spartito.collectives.collective import (
+    HALF,
     MAX_PIGGYBACKED,
     Collective,
     Piggybacked,
     Reducer,
     Traffic,
     add_piggybacked,
+    added,
     left,
 )
 from spartito.collectives.liveness import GRACE, LivenessCheck
 from spartito.collectives.store import Membership
-from spartito.collectives.tcp import HALF
 from spartito.collectives.torch_store import for_torch
 from spartito.errors import SpartitoError, install_excepthook
 from spartito.heartbeat import resume, waits
-from spartito.waiting import HalfTime
+from spartito.waiting import HalfTime, Waiting
 
 GLOO_AT_ADDRESS = "gloo_at_address"
 """gloo as a backend that takes options: torch drops those that are given to its own "gloo", which
@@ -55,6 +57,28 @@ def _gloo(group: Any, options: Any) -> Any:
     return dist.ProcessGroupGloo(group.store, group.group_rank, group.group_size, options)
 
 
+def _of_some(
+    ranks: Sequence[int],
+    rank: int,
+    name: str,
+    backend: str,
+    store: dist.Store,
+    options: Any,
+    limit: timedelta,
+) -> dist.ProcessGroup:
+    """As `dist.new_group` for its members alone, however many other groups each of them is in.
+
+    That function names a group by how many its process has already, so that tasks which are in
+    different ones would wait for each other under different names.
+    """
+    full_name: Any = f"{name} of {list(ranks)}"  # a type of its own in some releases of torch
+    made: tuple[dist.ProcessGroup, object] = c10d._new_process_group_helper(
+        len(ranks), rank, list(ranks), backend, store, full_name, options, limit
+    )
+    c10d._world.pg_group_ranks[made[0]] = {member: n for n, member in enumerate(ranks)}
+    return made[0]
+
+
 dist.Backend.register_backend(GLOO_AT_ADDRESS, _gloo, extended_api=True, devices="cpu")
 
 
@@ -66,11 +90,12 @@ class ProcessGroupCollective(Collective):
 
     Args:
         group: The tasks.
-        backend: "gloo" or "nccl".
+        device: Where its tensors are: the backend is that which torch has for it.
         address: This process's own address as the others see it, so that gloo does not have to
             guess an interface; None leaves it to gloo.
         ranks: The ranks of the tasks in the default process group, which has to exist; None makes
             the default one.
+        name: Of the group, by which its tasks find each other there.
     """
 
     process_group: dist.ProcessGroup
@@ -79,31 +104,32 @@ class ProcessGroupCollective(Collective):
     def __init__(
         self,
         group: Membership,
-        backend: str = "gloo",
+        device: torch.device,
         address: str | None = None,
         ranks: Sequence[int] | None = None,
+        name: str = "",
     ) -> None:
         super().__init__()
         self.rank = group.rank
         self.world_size = group.size
         self.names = group.names
         self._liveness = LivenessCheck(group)
-        self._half = HalfTime(group.timeout)
-        self._device = torch.device("cuda" if backend == "nccl" else "cpu")
+        self._half, self._limit = HalfTime(group.timeout), group.timeout
+        self.waiting = Waiting(self.rank, group.names)
+        self._device = torch.device(device.type)
+        self._sent: dict[tuple[int, int], tuple[dist.Work, Tensor]] = {}
         limit = timedelta(seconds=group.timeout)
         options: Any = None
+        backend: str = dist.get_default_backend_for_device(device)
         if backend == "gloo" and address:
             backend, options = GLOO_AT_ADDRESS, gloo_options(address, limit)
 
         def join() -> None:
             with self._named():
                 if ranks is not None:
-                    self.process_group = dist.new_group(
-                        list(ranks),
-                        limit,
-                        backend,
-                        options,
-                        use_local_synchronization=True,
+                    assert self._store is not None
+                    self.process_group = _of_some(
+                        ranks, self.rank, name, backend, self._store, options, limit
                     )
                     return
                 dist.init_process_group(
@@ -114,7 +140,7 @@ class ProcessGroupCollective(Collective):
                     timeout=limit,
                     pg_options=options,
                 )
-                self.process_group = dist.distributed_c10d._get_default_group()
+                self.process_group = c10d._get_default_group()
 
         # torch calls the object of Python for as long as the group lives, and does not keep it.
         self._store: dist.Store | None = for_torch(group.under("group").store, group.timeout)
@@ -122,6 +148,35 @@ class ProcessGroupCollective(Collective):
         self._unverified: Scalars | None = None
         group.ask(join, group.timeout + 2 * GRACE)  # the error itself takes a while to name a task
         install_excepthook()  # torch has put its own before ours, which drops the exit code
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a wait for another task may take."""
+        return self._limit
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        if seconds != self._limit:
+            backend = self.process_group._get_backend(self._device)
+            backend._set_default_timeout(timedelta(seconds=seconds))
+            self._limit = seconds
+
+    def send(self, tensor: Tensor, target: int, tag: int) -> None:
+        """Leave a copy of ``tensor`` for rank ``target``, without waiting for it.
+
+        The next message with this tag waits until this one has been received.
+        """
+        earlier = self._sent.pop((target, tag), None)
+        with self._named():
+            if earlier is not None:
+                earlier[0].wait()
+            shown = movable(tensor.detach().clone(memory_format=torch.contiguous_format))
+            self._sent[target, tag] = self.process_group.send([shown], target, tag), shown
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> None:
+        """Fill ``tensor`` with what rank ``source`` sends by this tag."""
+        with self._named():
+            self.process_group.recv([movable(tensor)], source, tag).wait()
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         return self._in_place(tensor, lambda flat: dist.all_reduce(flat, group=self.process_group))
@@ -133,6 +188,17 @@ class ProcessGroupCollective(Collective):
         with self._named():
             dist.all_gather([*map(movable, parts)], movable(source), self.process_group)
         return [part.to(tensor.device) for part in parts]
+
+    def _reduce_scatter(self, rows: Tensor) -> Tensor:
+        return added(self._all_to_all(rows))
+
+    def _all_to_all(self, rows: Tensor) -> Tensor:
+        self.synchronize()
+        out = self._here(rows)
+        came = torch.empty_like(out)
+        with self._named():
+            dist.all_to_all_single(movable(came), movable(out), group=self.process_group)
+        return came.to(rows.device)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         def call(flat: Tensor) -> object:
@@ -222,7 +288,7 @@ class ProcessGroupCollective(Collective):
         came = torch.empty_like(own)
         with self._named():
             dist.all_to_all_single(came, own, group=self.process_group)
-            total = came.view(self.world_size, size).float().sum(0).to(tensor.dtype)
+            total = added(came.view(self.world_size, size))
             dist.all_gather(list(own.split(size)), total, self.process_group)
         tensor.copy_(own[: len(tensor)])
 

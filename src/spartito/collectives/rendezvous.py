@@ -156,9 +156,9 @@ class Rendezvous:
         """Close ``group``, which was made of others of these, before them.
 
         Args:
-            group: It has a name that none of them has.
+            group: Nobody asks for it by its name, which one of them may have.
         """
-        self._groups[group.name] = group
+        self._groups[f"of others: {group.name}"] = group
 
     def members(self, name: str, ranks: Sequence[int]) -> tuple[Membership, bool, bool]:
         """Where some tasks can meet for connections of their own.
@@ -174,6 +174,11 @@ class Rendezvous:
         hosts = {tasks[rank].host for rank in ranks}
         group = self._member(self._store, ranks).under(f"{name}/{ranks[0]}")
         return group, self._shares_memory and len(hosts) == 1, self._spins
+
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether its groups are process groups of torch."""
+        return self._uses_process_group
 
     def close(self) -> None:
         """Leave all groups. May be called again."""
@@ -325,7 +330,7 @@ class Rendezvous:
             return IdentityCollective()
         group = self._member(self._store, ranks).under(f"group/{name}/{ranks[0]}")
         if self._uses_process_group:
-            return self._process_group(group, None if name == WORLD else ranks)
+            return self._process_group(group, name, None if name == WORLD else ranks)
         placement = Placement.of([tasks[rank].host for rank in ranks])
         shares = self._shares_memory and not beside
         if shares and len(placement.machines) == 1:
@@ -358,16 +363,17 @@ class Rendezvous:
 
         return HierarchicalCollective(group.rank, group.names, placement, inside, meet_leaders)
 
-    def _process_group(self, group: Membership, ranks: Sequence[int] | None) -> Collective:
+    def _process_group(
+        self, group: Membership, name: str, ranks: Sequence[int] | None
+    ) -> Collective:
         if ranks is not None:
             self.group()  # torch makes other groups out of the one of all
         endpoint = group_endpoint(self.cluster)
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
-        if backend == "nccl" and (interface := chosen_interface()):
+        if self._device.type == "cuda" and (interface := chosen_interface()):
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_of(interface))
-        if backend == "gloo":
+        if self._device.type == "cpu":
             check_connections(group.under("ways"), endpoint, job_key(self.cluster))
-        return ProcessGroupCollective(group, backend, endpoint.host, ranks)
+        return ProcessGroupCollective(group, self._device, endpoint.host, ranks, name)
 
 
 class Part:
@@ -392,6 +398,11 @@ class Part:
     def members(self, name: str, ranks: Sequence[int]) -> tuple[Membership, bool, bool]:
         """As `Rendezvous.members`."""
         return self._rendezvous.members(name, self._of_job(ranks))
+
+    @property
+    def is_of_torch(self) -> bool:
+        """As `Rendezvous.is_of_torch`."""
+        return self._rendezvous.is_of_torch
 
     def placement(self) -> Placement:
         """As `Rendezvous.placement`."""

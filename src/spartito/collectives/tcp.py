@@ -8,6 +8,7 @@ directions at once.
 
 from __future__ import annotations
 
+import ctypes
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from spartito.collectives.collective import Collective, Piggybacked, Reducer, left
+from spartito.collectives.collective import HALF, Collective, Piggybacked, Reducer, added, left
 from spartito.collectives.liveness import LivenessCheck
 from spartito.collectives.peers import close_all, connect_all
 from spartito.collectives.store import Membership
@@ -32,7 +33,6 @@ from spartito.wire.streams import Connection, disconnect
 SMALL = 64 << 10  # bytes that a rank may send to have a tensor added up as a whole by all
 MAX_WAIT = 1e6  # seconds of one poll
 HEAD = 8  # bytes in front of each message: the number of the call that it is part of
-HALF = (torch.bfloat16, torch.float16)
 FIRST_LOOK, LOOK = 0.5, 0.25  # seconds of a wait until one looks who lives, and until the next
 ALIGNED = 64  # bytes: where a part of the scratch memory may begin
 
@@ -119,6 +119,22 @@ class SocketCollective(Collective):
         parts[self.rank].copy_(flat)
         self.exchange(self.swaps(lambda _: [flat], lambda peer: [parts[peer]]))
         return [part.view(tensor.shape) for part in parts]
+
+    def _all_gather_into(self, output: Tensor, tensor: Tensor) -> None:
+        own = _memory(tensor)
+        self.exchange([Swap(peer, [own], [_memory(output[peer])]) for peer in self.peers])
+        if output[self.rank].data_ptr() != tensor.data_ptr():
+            output[self.rank] = tensor
+
+    def _reduce_scatter(self, rows: Tensor) -> Tensor:
+        return added(self._all_to_all(rows))
+
+    def _all_to_all(self, rows: Tensor) -> Tensor:
+        out = rows.contiguous().view(self.world_size, -1)
+        came = torch.empty_like(out)
+        came[self.rank] = out[self.rank]
+        self.exchange(self.swaps(lambda peer: [out[peer]], lambda peer: [came[peer]]))
+        return came.view(rows.shape)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         def send(flat: Tensor) -> None:
@@ -320,6 +336,12 @@ class SocketReducer:
 def _flat(tensor: Tensor) -> Tensor:
     """The values in a row: where they lie if they are one block, else a copy."""
     return tensor.detach().contiguous().view(-1)
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The bytes of a flat tensor, whose storage can still be resized: NumPy would forbid that."""
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(memory).cast("B")
 
 
 def _views(tensors: Sequence[Tensor]) -> Views:

@@ -46,7 +46,9 @@ class _Plain:
         return torch.cat(self._group.all_gather(tensor.contiguous()), dim)
 
     def sum_own(self, tensor: Tensor, dim: int) -> Tensor:
-        return self.sum(tensor).chunk(self.size, dim)[self.index].contiguous()
+        parts = torch.stack(tensor.chunk(self.size, dim))
+        own = self._group.reduce_scatter(parts.view(self.size, -1))
+        return own.view(parts.shape[1:])
 
 
 class _Nobody:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +18,9 @@ from spartito.cluster.endpoints import job_key, peer_endpoint
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.calls import code_of, dtype_of
 from spartito.collectives.collective import Traffic
+from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.collectives.rendezvous import Rendezvous
+from spartito.errors import SpartitoError
 from spartito.pipeline.cut import Cut
 
 FORTH, BACK, TIED = 0, 1, 2
@@ -25,7 +28,44 @@ FORTH, BACK, TIED = 0, 1, 2
 _KINDS = 3
 
 
-def connect(rendezvous: Rendezvous, cluster: ClusterSpec, ranks: Sequence[int]) -> Operations:
+class Mail(Protocol):
+    """What takes messages to the other tasks of a pipeline, by their rank there."""
+
+    def send(self, tensor: Tensor, target: int, tag: int) -> object:
+        """Leave ``tensor`` for rank ``target``, without waiting for it."""
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> None:
+        """Fill ``tensor`` with what rank ``source`` leaves by this tag."""
+
+    def leave(self, error: SpartitoError) -> None:
+        """Send nothing more: who waits for this task raises ``error``."""
+
+    def close(self) -> None:
+        """Leave the others. May be called again."""
+
+
+class _Own:
+    """Messages by our own memory and sockets."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+        self.send, self.leave, self.close = operations.send, operations.leave, operations.close
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> None:
+        self._operations.receive(tensor, source, tag).wait()
+
+
+class _OfTorch:
+    """Messages by a process group of torch, which the rendezvous closes."""
+
+    def __init__(self, group: ProcessGroupCollective) -> None:
+        self.send, self.receive, self.leave = group.send, group.receive, group.abort
+
+    def close(self) -> None:
+        """Nothing of its own is left."""
+
+
+def connect(rendezvous: Rendezvous, cluster: ClusterSpec, ranks: Sequence[int]) -> Mail:
     """Connect the tasks of a pipeline; all of them call it together.
 
     Args:
@@ -40,24 +80,26 @@ def connect(rendezvous: Rendezvous, cluster: ClusterSpec, ranks: Sequence[int]) 
         TaskLostError: A task does not come in time.
     """
     if len(ranks) == 1:
-        return Alone()
+        return _Own(Alone())
+    if rendezvous.is_of_torch:
+        return _OfTorch(cast("ProcessGroupCollective", rendezvous.group("pipeline", ranks)))
     group, together, spins = rendezvous.members("pipeline", ranks)
     if together:
-        return OneMachine(group, spins)
-    return SeveralMachines(Wire(group, peer_endpoint(cluster), job_key(cluster)))
+        return _Own(OneMachine(group, spins))
+    return _Own(SeveralMachines(Wire(group, peer_endpoint(cluster), job_key(cluster))))
 
 
 class Messages:
     """Tensors between the stages of one pipeline.
 
     Args:
-        operations: Sends and receives.
+        mail: Sends and receives.
         rank: This task's rank there.
         rank_of: The rank there of the task that has each stage.
     """
 
-    def __init__(self, operations: Operations, rank: int, rank_of: Sequence[int]) -> None:
-        self._operations, self._rank, self._rank_of = operations, rank, rank_of
+    def __init__(self, mail: Mail, rank: int, rank_of: Sequence[int]) -> None:
+        self._mail, self._rank, self._rank_of = mail, rank, rank_of
         self._kept: dict[tuple[int, int], Tensor] = {}
         self.traffic = Traffic()
 
@@ -154,25 +196,25 @@ class Messages:
             name: Of this task.
             what: Went wrong in it.
         """
-        self._operations.leave(LostRankError(f"{name} ended: {what}", f"Look at {name}'s lines."))
+        self._mail.leave(LostRankError(f"{name} ended: {what}", f"Look at {name}'s lines."))
 
     def close(self) -> None:
         """Leave the pipeline."""
-        self._operations.close()
+        self._mail.close()
 
     def _leave(self, tensor: Tensor, target: int, tag: int) -> None:
         if target == self._rank:
             self._kept[target, tag] = tensor
         else:
             self.traffic.sent += tensor.nbytes
-            self._operations.send(tensor, target, tag)
+            self._mail.send(tensor, target, tag)
 
     def _take(self, tensor: Tensor, source: int, tag: int) -> None:
         if source == self._rank:
             tensor.copy_(self._kept.pop((source, tag)))
         else:
             begin = perf_counter()
-            self._operations.receive(tensor, source, tag).wait()
+            self._mail.receive(tensor, source, tag)
             self.traffic.waited += perf_counter() - begin
             self.traffic.received += tensor.nbytes
 

@@ -69,8 +69,8 @@ class Strategy:
         timeout: Seconds that a wait for another task may take; None is ``SPARTITO_TIMEOUT``.
         communication: "auto" is the fastest way that all tasks share: on CPUs shared memory inside
             a machine and sockets between machines, on GPUs NCCL. "sockets" leaves shared memory
-            out. "process_group" is gloo or NCCL in any case; "ddp" too, and reduces while backward
-            runs, as on GPUs.
+            out. "process_group" is torch's process group for the device in any case (gloo, NCCL);
+            "ddp" too, and reduces while backward runs, as on GPUs.
         flush_denormals: Whether denormal numbers are 0 where tasks compute, which is faster.
         recovery: How a training goes on when a task is lost; None asks ``SPARTITO_RECOVERY``,
             without which a loss ends it.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spartito.collectives.placement import PROCESS_GROUP
 from spartito.declared import Declared
 from spartito.errors import UserError
 from spartito.local import sending
@@ -83,11 +82,6 @@ class LocalSGDStrategy(Strategy):
             raise UserError(
                 f"overlap={self.overlap!r}, mixing={self.mixing!r} with sites",
                 "Sites wait for their meetings: leave one of them out.",
-            )
-        if self.communication in PROCESS_GROUP:
-            raise UserError(
-                f"local_sgd with communication={self.communication!r}",
-                "Choose 'auto' or 'sockets'.",
             )
         outer, exchange = choose(self.outer), sending.choose(self.compress)
         self.__dict__["_loop"] = (every, turns, outer, self.weights, exchange)

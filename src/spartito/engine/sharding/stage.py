@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from spartito.collectives.calls import encode
 from spartito.collectives.collective import Collective, Piggybacked
 from spartito.collectives.shared_memory import SharedMemoryCollective
-from spartito.collectives.tcp import SocketCollective, Swap
 
 ROUND = 4 << 20
 """Bytes that a replica shows in one round, over all shards."""
@@ -91,7 +89,8 @@ class SharedStage(Stage):
             for other, row in enumerate(shown):
                 if other != rank:
                     whole[other, part] = row
-        _copy(own, whole[rank])
+        if own.data_ptr() != whole[rank].data_ptr():
+            whole[rank] = own
 
     def sum(self, piggybacked: Piggybacked) -> Piggybacked:
         with self.group.current_call.call(encode("reduce", len(piggybacked), torch.float64)):
@@ -111,65 +110,20 @@ class SharedStage(Stage):
         self.group.traffic.moved(shown.nbytes)
 
 
-class SocketStage(Stage):
-    """On several machines: a row goes to its owner, and nobody else."""
-
-    def __init__(self, group: SocketCollective) -> None:
-        super().__init__(group)
-        self._sockets = group
+class SentStage(Stage):
+    """In any other group: a row goes to its owner."""
 
     def rows(self, length: int, dtype: torch.dtype) -> Tensor:
         self._out = torch.empty(self.group.world_size, length, dtype=dtype)
         return self._out
 
     def meet(self) -> Sequence[Tensor]:
-        out, rank = self._out, self.group.rank
-        come = torch.empty_like(out)
-        come[rank] = out[rank]
-        with self.group.current_call.call(encode("reduce", out.numel(), out.dtype)):
-            self._sockets.exchange(
-                self._sockets.swaps(lambda peer: [out[peer]], lambda peer: [come[peer]])
-            )
-        return list(come)
+        return [self.group.reduce_scatter(self._out)]
 
     def spread(self, own: Tensor, whole: Tensor) -> None:
-        swaps = [Swap(peer, [_memory(own)], [_memory(whole[peer])]) for peer in self._sockets.peers]
-        with self.group.current_call.call(encode("all_gather", own.numel(), own.dtype)):
-            self._sockets.exchange(swaps)
-        _copy(own, whole[self.group.rank])
-
-
-class SummingStage(Stage):
-    """Any other group: the whole is added up by all, who keep their row."""
-
-    def rows(self, length: int, dtype: torch.dtype) -> Tensor:
-        self._out = torch.empty(self.group.world_size, length, dtype=dtype)
-        return self._out
-
-    def meet(self) -> Sequence[Tensor]:
-        return [self.group.all_reduce(self._out)[self.group.rank]]
-
-    def spread(self, own: Tensor, whole: Tensor) -> None:
-        for row, part in zip(whole, self.group.all_gather(own), strict=True):
-            row.copy_(part)
+        self.group.all_gather_into(whole, own)
 
 
 def make_stage(group: Collective) -> Stage:
     """The fastest way of a group; all of its tasks call this."""
-    if isinstance(group, SharedMemoryCollective):
-        return SharedStage(group)
-    if isinstance(group, SocketCollective):
-        return SocketStage(group)
-    return SummingStage(group)
-
-
-def _copy(own: Tensor, row: Tensor) -> None:
-    """Put one's own shard into its row, unless it lies there."""
-    if own.data_ptr() != row.data_ptr():
-        row.copy_(own)
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    """The bytes of a flat tensor, whose storage can still be resized: NumPy would forbid that."""
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    return memoryview(memory).cast("B")
+    return SharedStage(group) if isinstance(group, SharedMemoryCollective) else SentStage(group)
