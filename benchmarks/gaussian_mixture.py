@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.common import Figure, announce, conclude, flush_denormals, parser, positive, show
-from spartito.local.outer import DiLoCo, OuterFactory, make_outer
+from spartito.outer.optimizer import DiLoCo, OuterFactory, make_outer
 
 SPEEDS = (0.58, 0.75, 1.51, 3.33)
 """Seconds of a step on each worker."""

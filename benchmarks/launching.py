@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from spartito.launch.local import MALLOC, Position, environments, role_environments
-from spartito.launch.roles import Roles
+from spartito.launch.processes.local import MALLOC, Position, environments, role_environments
+from spartito.launch.processes.roles import Roles
 from spartito.names import (
     ENV_EPOCHS,
     ENV_RUN_DIR,

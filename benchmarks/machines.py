@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.launching import ROOT
-from spartito.launch.link import Link
-from spartito.launch.network import Machine, NoNamespacesError, network
+from spartito.launch.lines.line import Link
+from spartito.launch.lines.network import Machine, NoNamespacesError, network
 
 LIMIT = 300.0
 PORT = 29700

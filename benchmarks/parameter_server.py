@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.common import Figure, Windows, announce, conclude, progress, rates
 from benchmarks.launching import run_job, run_roles
 from benchmarks.race import WORKERS, race_parser
-from spartito.launch.roles import Roles
+from spartito.launch.processes.roles import Roles
 from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS
 
 LOCAL_BATCH = 32

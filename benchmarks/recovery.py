@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.common import Figure, announce, conclude, parser, positive, progress
 from benchmarks.launching import ROOT
-from spartito.launch.network import NoNamespacesError, network
+from spartito.launch.lines.network import NoNamespacesError, network
 
 JOB = Path(__file__).parent / "jobs" / "recovering.py"
 LIMIT = 60.0

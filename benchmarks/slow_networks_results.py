@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study_results import LINE, PAPER, QUIET, TEXT
-from spartito.launch.link import Link
+from spartito.launch.lines.line import Link
 from spartito.report.figures import figure
 
 DOCS = Path(__file__).parents[1] / "docs" / "slow-networks.md"

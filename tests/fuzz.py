@@ -29,7 +29,7 @@ from typing import Any, Protocol, get_args
 import msgspec
 import torch
 
-from spartito.checkpoint import manager, parts
+from spartito.checkpoint import manager, stored_parts
 from spartito.checkpoint.manager import read_checkpoint, write_checkpoint
 from spartito.cluster.store import protocol
 from spartito.doctor.transport.messages import FromAny
@@ -235,7 +235,7 @@ class Records:
 class Checkpoints:
     """A checkpoint of which one file is changed, with and without the right checksum."""
 
-    modules: tuple[ModuleType, ...] = (manager, atomic, tensors, parts)
+    modules: tuple[ModuleType, ...] = (manager, atomic, tensors, stored_parts)
     errors: tuple[type[BaseException], ...] = (SpartitoError,)
 
     def __init__(self, folder: Path) -> None:

@@ -7,8 +7,6 @@ import shlex
 import string
 from collections.abc import Iterable
 from dataclasses import fields
-from importlib import import_module
-from inspect import signature
 from itertools import combinations
 from typing import Any
 
@@ -29,7 +27,7 @@ from spartito.declared import (
     parse_all,
 )
 from spartito.errors import UserError
-from spartito.registry import BUILT_IN, OF_THE_JOB, strategy_info
+from spartito.registry import BUILT_IN, OF_THE_JOB
 
 NAMES = st.text(string.ascii_letters + "_", min_size=1, max_size=12).filter(
     lambda name: name not in ("None", "True", "False")

@@ -20,7 +20,7 @@ from torch import nn
 import spartito as sp
 from spartito.checkpoint import write_checkpoint
 from spartito.checkpoint.convert import average, convert
-from spartito.checkpoint.opened import opened
+from spartito.checkpoint.foreign_files import opened
 from spartito.errors import UserError
 from spartito.report import write_report
 from spartito.storage import sweep

@@ -44,7 +44,7 @@ LAYERS = [
     {"backend"},
     {"ps.protocol"},
     {"engine", "ps.scheduler", "ps.server", "ps.client", "checkpoint"},
-    {"ps.chief", "mesh", "local"},
+    {"ps.chief", "mesh", "outer"},
     {"ps.job", "ps"},
     {"pipeline"},
     {"steps"},
@@ -260,13 +260,13 @@ def test_imports_go_down_only() -> None:
 @pytest.mark.parametrize(
     ("own", "name", "wrong"),
     [
-        ("spartito.data.loader", "spartito.training.loop", "above"),
+        ("spartito.data.loader", "spartito.training.loops.training_loop", "above"),
         ("spartito.ps.server.store", "spartito.ps.client.link", "beside"),
         ("spartito.wire.frames", "spartito.ps.job", "above"),
         ("spartito.launch.hosts.job", "spartito.data.loader", "launch may not"),
         ("spartito.cli.run", "spartito.made_up", "above"),
         ("spartito.ps.server.store", "spartito.wire.frames", ""),
-        ("spartito.launch.hosts.job", "spartito.launch.local", ""),
+        ("spartito.launch.hosts.job", "spartito.launch.processes.local", ""),
         ("spartito.recipes.mnist", "spartito.models.mnist", ""),
     ],
 )
@@ -323,7 +323,13 @@ def test_no_module_needs_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["spartito", "spartito.launch.supervisor", "spartito.launch.local", "spartito.cli"]
+    "module",
+    [
+        "spartito",
+        "spartito.launch.processes.supervisor",
+        "spartito.launch.processes.local",
+        "spartito.cli",
+    ],
 )
 def test_quick_imports_bring_no_torch(module: str) -> None:
     check = f"import sys, {module}; print(sorted({HEAVY} & set(sys.modules)))"

@@ -1,7 +1,7 @@
 """A divided update with nothing around it: the least that two replicas of one machine can pay.
 
-What `engine.sliced` does, for one model, one optimizer and two processes alone: no checks, no
-piggybacked scalars, no data, metrics or callbacks, no names for the lost. What Spartito adds is
+What `engine.sliced_update` does, for one model, one optimizer and two processes alone: no checks,
+no piggybacked scalars, no data, metrics or callbacks, no names for the lost. What Spartito adds is
 the difference; what is missing to no communication is the price of meeting twice in a step.
 """
 

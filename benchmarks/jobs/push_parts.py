@@ -25,15 +25,15 @@ from benchmarks.jobs.asynchronous import meet
 from benchmarks.jobs.plain import Work, make_work
 from benchmarks.jobs.steps import adam
 from spartito.data.batch import Batch
-from spartito.engine import fused
+from spartito.engine import fused_update
 from spartito.ps.client.link import Link
 from spartito.ps.client.servers import Servers
 from spartito.ps.server.connection import Connection
 from spartito.ps.server.store import Store
-from spartito.steps import lease_readers
-from spartito.steps.pusher import Pusher
+from spartito.steps.servers import lease_readers
+from spartito.steps.servers.push import Pusher
 from spartito.steps.step import Step
-from spartito.training.loop import TrainingLoop
+from spartito.training.loops.training_loop import TrainingLoop
 from spartito.wire.frames import Wire
 
 WARM = 300
@@ -127,7 +127,7 @@ def server_parts() -> Parts:
     parts.wrap(Wire, "receive", "request: wake up, read")
     parts.wrap(Connection, "_check_push", "serve: locks, checks, staleness")
     parts.wrap(Store, "push", "count, and prepare the update")
-    for kind in (fused.Stepper, fused.Prepared):
+    for kind in (fused_update.Stepper, fused_update.Prepared):
         parts.wrap(kind, "step", "the optimizer's kernel")
     parts.wrap(Connection, "_bring", "copy the values")
     parts.wrap(Connection, "_reply", "reply: send", counts=True)

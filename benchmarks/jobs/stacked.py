@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import spartito as sp
 from benchmarks.common import flush_denormals
 from benchmarks.jobs.replicated import CONTEXT, RATE, WARM
-from spartito.local.outer import choose, make_outer
+from spartito.outer.optimizer import choose, make_outer
 
 HEADS, WIDTH, CLIP = 2, 32, 1.0
 VALIDATING = 512

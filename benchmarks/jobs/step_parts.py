@@ -21,14 +21,14 @@ from benchmarks.jobs.steps import adam
 from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.collectives.slices import Slices
 from spartito.data.batch import Batch
-from spartito.engine import fused
-from spartito.engine.divided import DividedGradients
+from spartito.engine import fused_update
+from spartito.engine.divided_update import DividedGradients
 from spartito.engine.gradients import LocalGradients
-from spartito.engine.sliced import SlicedGradients
+from spartito.engine.sliced_update import SlicedGradients
 from spartito.steps import computation
-from spartito.steps.sharing import Placed
+from spartito.steps.batches import Placed
 from spartito.steps.step import Step
-from spartito.training import loop
+from spartito.training.loops import training_loop
 from spartito.training.metrics.gathering import MetricSet
 
 SIDES: dict[str, Callable[[], sp.Strategy] | None] = {
@@ -42,8 +42,8 @@ SIDES: dict[str, Callable[[], sp.Strategy] | None] = {
 def wrapped() -> Parts:
     """The parts of a step of `fit`."""
     parts = Parts()
-    parts.wrap(loop.TrainingLoop, "_train_epoch", "loop: callbacks, progress")
-    parts.wrap(loop.TrainingLoop, "_came", "loop: counts", counts=True)
+    parts.wrap(training_loop.TrainingLoop, "_train_epoch", "loop: callbacks, progress")
+    parts.wrap(training_loop.TrainingLoop, "_came", "loop: counts", counts=True)
     parts.wrap(MetricSet, "update", "metrics")
     parts.wrap(Step, "step", "strategy: around")
     parts.wrap(Step, "enter", "announce the batch")
@@ -61,7 +61,7 @@ def wrapped() -> Parts:
     parts.wrap(SlicedGradients, "_obstacle", "checks: may it be divided")
     parts.wrap(torch, "_foreach_copy_", "pack, sum, publish, copy")
     parts.wrap(torch, "_fused_adam_", "kernel")
-    parts.wrap(fused.Stepper, "step", "optimizer: around the kernel")
+    parts.wrap(fused_update.Stepper, "step", "optimizer: around the kernel")
     parts.wrap(SharedMemoryCollective, "synchronize", "meet")
     parts.wrap(SharedMemoryCollective, "exchange_piggybacked", "meet")
     parts.wrap(Slices, "meet", "meet")

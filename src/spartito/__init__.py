@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from spartito.cluster.spec import ClusterSpec, Task
     from spartito.data.batch import Batch
     from spartito.engine.compression import PowerSGD
-    from spartito.engine.notes import meta
     from spartito.engine.seed import seed_everything
+    from spartito.engine.value_recipes import meta
     from spartito.launch import Launch as _Launch
     from spartito.strategies import (
         CentralStorageStrategy,
@@ -72,7 +72,7 @@ __getattr__ = _attach(
         "Strategy": "spartito.strategies",
         "Task": "spartito.cluster.spec",
         "Trainer": "spartito.training.trainer",
-        "meta": "spartito.engine.notes",
+        "meta": "spartito.engine.value_recipes",
         "seed_everything": "spartito.engine.seed",
         "strategy": "spartito.strategies",
         "summary": "spartito.training.summary",

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from spartito.steps.coordination import Coordination, SynchronousCoordination
     from spartito.steps.distributed import Distributed, Figures, StepResult
     from spartito.steps.groups import Groups
-    from spartito.steps.pair import Pair
     from spartito.steps.parts import Exchange, Parts, Placement
+    from spartito.steps.prepared import Pair
     from spartito.steps.replicated import Replicated
     from spartito.steps.sharded import Sharded
     from spartito.steps.step import Step
@@ -56,7 +56,7 @@ __getattr__ = _attach(
         "Metric": "spartito.training.metrics.base",
         "MetricFunction": "spartito.training.metrics.mean",
         "OptimizerLike": "spartito.engine.optimizers",
-        "Pair": "spartito.steps.pair",
+        "Pair": "spartito.steps.prepared",
         "Parts": "spartito.steps.parts",
         "Placement": "spartito.steps.parts",
         "Rendezvous": "spartito.collectives.rendezvous",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spartito.launch.network import NoNamespacesError, network
+from spartito.launch.lines.network import NoNamespacesError, network
 from tests.commands import commands_in
 from tests.skips import need, skip
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import spartito as sp
-from spartito.checkpoint.boxes import Box
+from spartito.checkpoint.cuts import Box
 from spartito.checkpoint.manager import read_checkpoint, write_checkpoint, write_trees
-from spartito.checkpoint.parts import Part, write_parts
+from spartito.checkpoint.stored_parts import Part, write_parts
 from spartito.cli import main
 from spartito.storage.atomic import write_directory
 

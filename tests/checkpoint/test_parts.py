@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spartito.checkpoint.boxes import Box, SpanCut, boxes_of_span, gap
-from spartito.checkpoint.parts import Part, Reader, Slot, write_parts
-from spartito.checkpoint.plan import Local, merged, plan
+from spartito.checkpoint.cuts import Box, SpanCut, boxes_of_span, gap
 from spartito.checkpoint.saving import Copies
+from spartito.checkpoint.stored_parts import Part, Reader, Slot, write_parts
+from spartito.checkpoint.write_plan import Local, merged, plan
 from spartito.errors import UserError
 from spartito.storage.stream import CODES
 

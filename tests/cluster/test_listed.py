@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spartito.cluster import Task
-from spartito.cluster.listed import count, named_task, spec_of, task_of, with_servers
+from spartito.cluster.address_list import count, named_task, spec_of, task_of, with_servers
 from spartito.errors import UserError
 from spartito.wire.addresses import address
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import spartito as sp
-from spartito.checkpoint.opened import opened
+from spartito.checkpoint.foreign_files import opened
 from spartito.cluster.store.server import Server
 from spartito.errors import SpartitoError
 from spartito.ps.protocol.messages import Reply
@@ -30,7 +30,11 @@ from tests.callers import LIMIT, call, read_to_end
 ROOT = Path(sp.__file__).parent
 KEY = Key(b"what the tasks of this job know")
 
-OF_THE_CALLER = {"launch/called.py", "launch/outcome.py", "launch/sending.py"}
+OF_THE_CALLER = {
+    "launch/functions/task.py",
+    "launch/functions/outcome.py",
+    "launch/functions/call.py",
+}
 """These send a function to processes that its caller starts, in a folder that is this user's."""
 
 UNSAFE_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}

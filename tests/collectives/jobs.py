@@ -30,7 +30,7 @@ from spartito.collectives.store import Membership
 from spartito.collectives.tcp import SocketCollective
 from spartito.collectives.torch_store import OfTorch
 from spartito.errors import TaskLostError
-from spartito.launch.network import Machine
+from spartito.launch.lines.network import Machine
 from spartito.log import logger
 from spartito.ps.protocol.messages import Lost
 from spartito.wire.frames import Wire

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from spartito.launch.network import Machine, NoNamespacesError, network
+from spartito.launch.lines.network import Machine, NoNamespacesError, network
 from spartito.log import logger
 from spartito.wire.addresses import Endpoint
 from spartito.wire.listening import listen

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from spartito.launch.link import Link
-from spartito.launch.network import Machine, NoNamespacesError, network
+from spartito.launch.lines.line import Link
+from spartito.launch.lines.network import Machine, NoNamespacesError, network
 from tests.commands import SPARTITO, Commands, Ended, Program, commands_in, tf_config
 from tests.doctor.test_examination import SHORT, kinds, report, what
 from tests.skips import need, skip

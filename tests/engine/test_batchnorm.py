@@ -19,7 +19,7 @@ from spartito.engine.batchnorm import (
     merge,
     synchronize_batchnorm,
 )
-from spartito.engine.context import within
+from spartito.engine.step_context import within
 from spartito.errors import UserError
 from tests.collectives.group import run
 from tests.engine import jobs, norms

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from spartito.engine import fused
+from spartito.engine import fused_update
 from spartito.engine.optimizers import fuse, optimizer_parameters
 
 Make = Callable[..., Optimizer]
@@ -79,7 +79,7 @@ def twins(
     optimizer: Optimizer, steps: range, change: Any = None, absent: Any = None, prepare: Any = id
 ) -> int:
     """Steps of both, which must be bitwise equal; how many numbers were compared."""
-    compared, step_by_kernel = 0, fused.Stepper().step
+    compared, step_by_kernel = 0, fused_update.Stepper().step
     other = copy.deepcopy(optimizer)  # without its hooks
     for each in (optimizer, other):
         prepare(each)
@@ -173,14 +173,14 @@ def test_what_asks_for_more_is_left_to_torch(case: str) -> None:
     fill(optimizer, 0)
     optimizer.step()
     twins(optimizer, range(1, 4), prepare=prepare)
-    assert fused.kernel_of(optimizer) is None
+    assert fused_update.kernel_of(optimizer) is None
 
 
 def test_a_step_of_ones_own_is_called() -> None:
     optimizer = Adam(parameters(), fused=True)
     _with_own_step(optimizer)
     fill(optimizer, 0)
-    fused.Stepper().step(optimizer)
+    fused_update.Stepper().step(optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert not optimizer.state
 
@@ -192,12 +192,12 @@ def test_hooks_of_all_optimizers_and_a_profiler_see_the_step() -> None:
     seen: list[object] = []
     handle = register_optimizer_step_pre_hook(lambda *_: seen.append(1))
     try:
-        fused.Stepper().step(optimizer)
+        fused_update.Stepper().step(optimizer)
     finally:
         handle.remove()
     assert seen == [1]
     with torch.profiler.profile() as profile:
-        fused.Stepper().step(optimizer)
+        fused_update.Stepper().step(optimizer)
     assert "Optimizer.step#Adam.step" in {event.key for event in profile.key_averages()}
 
 
@@ -210,7 +210,7 @@ def test_a_parameter_that_another_dtype_came_to_is_refused_by_torch() -> None:
         parameter.data = parameter.data.double()
     fill(optimizer, 1)
     with pytest.raises(RuntimeError, match="expected scalar type Double but found Float"):
-        fused.Stepper().step(optimizer)
+        fused_update.Stepper().step(optimizer)
 
 
 def test_schedules_see_that_the_optimizer_stepped() -> None:
@@ -219,11 +219,11 @@ def test_schedules_see_that_the_optimizer_stepped() -> None:
     fill(optimizer, 0)
     optimizer.step()
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert fused.kernel_of(optimizer) is not None
+    assert fused_update.kernel_of(optimizer) is not None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fill(optimizer, 1)
-        fused.Stepper().step(optimizer)
+        fused_update.Stepper().step(optimizer)
         schedule.step()
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from spartito.data.batch import Batch
-from spartito.engine.halves import Comparisons
 from spartito.engine.loss import WeightedLoss, look, look_at_own, weigh
-from spartito.engine.means import COMPARES, NOT_A_MEAN, SEVERAL, divisor
+from spartito.engine.loss_halves import Comparisons
+from spartito.engine.loss_means import COMPARES, NOT_A_MEAN, SEVERAL, divisor
 
 ce = functional.cross_entropy
 

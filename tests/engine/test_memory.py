@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from spartito.device import anonymous_memory, cgroup_memory, memory_limit
-from spartito.engine.memory import check_memory, state_copies
+from spartito.engine.memory_check import check_memory, state_copies
 from spartito.errors import UserError
 
 MIB = 1 << 20

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import spartito as sp
-from spartito.engine import notes
-from spartito.engine.unmade import make_all, making, plan_values
+from spartito.engine import value_recipes
+from spartito.engine.meta_models import make_all, making, plan_values
 
 
 class Odd(nn.Module):
@@ -75,14 +75,14 @@ def test_values_come_as_they_would_have(build: Callable[[], nn.Module], precisio
     assert torch.equal(torch.rand(2), after)
     assert any(parameter.is_meta for parameter in net.parameters())
     objects = [id(parameter) for parameter in net.parameters()]
-    known = len(notes._NOTES.steps)
+    known = len(value_recipes._NOTES.steps)
     plan_values(net, precision)
     with making(net):
         make_all(net)
     if precision == "bf16-true":
         plain.to(torch.bfloat16)
     assert objects == [id(parameter) for parameter in net.parameters()]
-    assert precision != "fp32" or len(notes._NOTES.steps) < known
+    assert precision != "fp32" or len(value_recipes._NOTES.steps) < known
     found = dict(net.named_parameters()) | dict(net.named_buffers())
     expected = dict(plain.named_parameters()) | dict(plain.named_buffers())
     assert list(found) == list(expected)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from spartito.collectives.collective import IdentityCollective
 from spartito.data.order import shard_rows
-from spartito.engine.context import StepContext, enter, within
 from spartito.engine.randomness import globalize
+from spartito.engine.step_context import StepContext, enter, within
 from spartito.errors import UserError
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spartito.launch.network import Machine
+from spartito.launch.lines.network import Machine
 
 LIMIT = 240.0
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from spartito.launch.containers.launcher import Compose
 from spartito.launch.containers.plan import Containers
 from spartito.launch.job import JobSpec, Launcher, Program
-from spartito.launch.slurm import Slurm
-from spartito.launch.slurm_file import BatchJob
+from spartito.launch.slurm.file import BatchJob
+from spartito.launch.slurm.launcher import Slurm
 
 L = TypeVar("L", bound=Launcher)
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from spartito.launch.network import Machine, network
+from spartito.launch.lines.network import Machine, network
 from tests.commands import LEAN, SPARTITO, Commands, Program, eventually
 from tests.skips import refused
 

@@ -17,8 +17,8 @@ from typing import Any
 
 DRIVER = """
 import json, os, sys
-from spartito.launch.process import Patience, Process
-from spartito.launch.supervisor import supervise
+from spartito.launch.processes.process import Patience, Process
+from spartito.launch.processes.supervisor import supervise
 job = json.loads(sys.argv[1])
 policies = job["policies"] or [{} for _ in job["files"]]
 tasks = [Process(f"worker {i}", [sys.executable, "-S", file], dict(os.environ), **policy)

@@ -22,7 +22,7 @@ from spartito.launch.clouds.launcher import Dstack, Sky
 from spartito.launch.clouds.package import installed_package
 from spartito.launch.clouds.sky import sky_file
 from spartito.launch.job import Program
-from spartito.launch.written import comment
+from spartito.launch.yaml_text import comment
 from spartito.registry import strategy_info, strategy_names
 from tests.cluster.orchestrated import dstack, skypilot
 from tests.launch.clouds_validation import complaints

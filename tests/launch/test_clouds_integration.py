@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from spartito.cli import main
-from spartito.launch.network import Machine, NoNamespacesError, network
+from spartito.launch.lines.network import Machine, NoNamespacesError, network
 from tests.commands import Commands, commands_in
 from tests.launch.clouds import play
 from tests.skips import need, skip

@@ -20,7 +20,7 @@ from spartito.launch.containers.file import JobFile, read_job
 from spartito.launch.containers.plan import Containers, Network
 from spartito.launch.containers.secret import make_secret, write_secret
 from spartito.launch.containers.watch import verdict
-from spartito.launch.roles import Roles
+from spartito.launch.processes.roles import Roles
 from tests.launch.jobs import plan_containers
 from tests.launch.test_cluster_job import job
 

@@ -15,7 +15,7 @@ from spartito.launch.containers.compose import compose_file
 from spartito.launch.containers.file import Folder, JobFile, read_job
 from spartito.launch.containers.job import check_folders, check_ports, make_folders
 from spartito.launch.containers.plan import Containers, Network
-from spartito.launch.roles import Roles
+from spartito.launch.processes.roles import Roles
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from spartito.launch.containers.plan import (
     memory_bytes,
     service,
 )
-from spartito.launch.roles import RESTARTS, Roles
+from spartito.launch.processes.roles import RESTARTS, Roles
 from tests.launch.jobs import plan_containers
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "containers.md"

@@ -10,7 +10,7 @@ import pytest
 from spartito.cli.app import main
 from spartito.errors import UserError
 from spartito.folders import LOCK
-from spartito.launch.earlier import holds_run, vacate
+from spartito.launch.earlier_run import holds_run, vacate
 from tests.commands import SPARTITO, commands_in
 
 LEFT = ["checkpoints/step-00000007/manifest.json", "backup/fit-1/step-00000007/manifest.json"]

@@ -19,7 +19,7 @@ from spartito.launch.containers.compose import compose_file
 from spartito.launch.containers.engine import Engine, build_image, call
 from spartito.launch.containers.file import read_job
 from spartito.launch.containers.plan import Containers
-from spartito.launch.roles import Roles
+from spartito.launch.processes.roles import Roles
 
 SPARTITO = (sys.executable, "-m", "spartito")
 LIMIT = 30.0

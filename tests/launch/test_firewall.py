@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from spartito.launch.network import Machine, NoNamespacesError, network
+from spartito.launch.lines.network import Machine, NoNamespacesError, network
 from tests.collectives.group import running
 from tests.collectives.jobs import enter
 from tests.commands import SPARTITO, Commands, commands_in, tf_config

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 import spartito as sp
-from spartito.launch.outcome import TaskTraceback
+from spartito.launch.functions.outcome import TaskTraceback
 
 OWN = threading.Lock()
 

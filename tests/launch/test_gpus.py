@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from spartito.launch.gpus import count_gpus
+from spartito.launch.processes.gpus import count_gpus
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from spartito.launch.hosts import client
 from spartito.launch.hosts.names import Host
 from spartito.launch.hosts.plan import Plan
 from spartito.launch.hosts.ssh import Ssh
-from spartito.launch.roles import Roles
-from spartito.launch.slurm_file import batch_file
+from spartito.launch.processes.roles import Roles
+from spartito.launch.slurm.file import batch_file
 from spartito.wire.ports import free_port
 from tests.commands import LEAN
 from tests.launch.jobs import LISTS, plan_batch, plan_containers

@@ -11,7 +11,7 @@ import pytest
 
 from spartito.launch.containers.engine import run
 from spartito.launch.containers.job import Interrupted, interrupts
-from spartito.launch.interrupts import ENDING, interrupts_held
+from spartito.launch.processes.interrupts import ENDING, interrupts_held
 from tests.launch.supervised import LIMIT, is_alive
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from spartito.cluster.store.client import Store, StoreGoneError
-from spartito.launch.keeping import kept_store
+from spartito.launch.store_keeper import kept_store
 from spartito.wire.addresses import split_address
 from spartito.wire.handshake import SecretError
 from spartito.wire.secret import Key
@@ -20,7 +20,7 @@ LIMIT = 30.0  # seconds that no passing test comes near
 SECRET = "a secret of this test"
 LAUNCHER = """
 import os, sys
-from spartito.launch.keeping import kept_store
+from spartito.launch.store_keeper import kept_store
 with kept_store(os.environ) as env:
     print(env["SPARTITO_STORE"], flush=True)
     sys.stdin.read()

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spartito.errors import UserError
-from spartito.launch.link import Link
-from spartito.launch.linked import machines_on
-from spartito.launch.local import Local
-from spartito.launch.network import NoNamespacesError, network
-from spartito.launch.roles import Roles
+from spartito.launch.lines.job import machines_on
+from spartito.launch.lines.line import Link
+from spartito.launch.lines.network import NoNamespacesError, network
+from spartito.launch.processes.local import Local
+from spartito.launch.processes.roles import Roles
 from tests.commands import SPARTITO, SUITE, Commands, commands_in, eventually
 from tests.launch.jobs import start
 from tests.skips import need, skip

@@ -17,7 +17,7 @@ from spartito.comparison.plan import make_plan
 from spartito.comparison.run import compare_strategies
 from spartito.errors import UserError
 from spartito.launch.hosts.job import Hosts
-from spartito.launch.local import RUNTIME, Local, Position, environments
+from spartito.launch.processes.local import RUNTIME, Local, Position, environments
 from spartito.wire.ports import free_port
 from tests.cluster.environments import hydra_alone, open_mpi, srun
 from tests.cluster.orchestrated import TORCHRUN, indexed_job, pytorch_job

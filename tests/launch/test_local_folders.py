@@ -10,7 +10,7 @@ import pytest
 
 from spartito.cluster import resolve
 from spartito.errors import UserError
-from spartito.launch.local import Local
+from spartito.launch.processes.local import Local
 from tests.launch.jobs import start
 from tests.launch.supervised import vanished, wait_until
 from tests.launch.test_local import LIMIT, run
@@ -157,11 +157,12 @@ def test_a_slow_task_has_a_throttle(tmp_path: Path) -> None:
     script = tmp_path / "find.py"
     script.write_text(
         "import os, time, pathlib\n"
+        "module = b'spartito.launch.processes.throttle'\n"
         "def throttled():\n"
         "    for file in pathlib.Path('/proc').glob('[0-9]*/cmdline'):\n"
         "        try: words = file.read_bytes().split(b'\\0')\n"
         "        except OSError: continue\n"
-        "        if words[2:5] == [b'spartito.launch.throttle', b'%d' % os.getpid(), b'0.5']:\n"
+        "        if words[2:5] == [module, b'%d' % os.getpid(), b'0.5']:\n"
         "            return True\n"
         "if os.environ['RANK'] == '1':\n"
         "    while not throttled(): time.sleep(0.005)\n"

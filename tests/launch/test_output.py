@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spartito.errors import PREFIX
-from spartito.launch import output
-from spartito.launch.output import (
+from spartito.launch.processes import output
+from spartito.launch.processes.output import (
     Channel,
     ErrorChannel,
     JsonSink,

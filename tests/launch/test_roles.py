@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from spartito.cluster import Task, resolve
 from spartito.errors import UserError
-from spartito.launch.local import RUNTIME, role_environments
-from spartito.launch.roles import RESTARTS, Roles, task_environments
+from spartito.launch.processes.local import RUNTIME, role_environments
+from spartito.launch.processes.roles import RESTARTS, Roles, task_environments
 
 CASTS = st.builds(Roles, st.integers(1, 4), st.integers(0, 3), st.booleans(), st.booleans())
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spartito.errors import UserError
-from spartito.launch.throttle import fractions_of, slow_tasks
+from spartito.launch.processes.throttle import fractions_of, slow_tasks
 
 NAMES = ["worker 0", "worker 1", "ps 0"]
 

@@ -13,10 +13,10 @@ from spartito.cli import main
 from spartito.cluster.slurm import from_slurm
 from spartito.declared import Declared, parse
 from spartito.errors import UserError
-from spartito.launch.roles import Roles
-from spartito.launch.slurm import Slurm
-from spartito.launch.slurm_file import BatchJob, batch_file
-from spartito.launch.slurm_values import time_seconds
+from spartito.launch.processes.roles import Roles
+from spartito.launch.slurm.file import BatchJob, batch_file
+from spartito.launch.slurm.launcher import Slurm
+from spartito.launch.slurm.values import time_seconds
 from tests.launch.jobs import plan_batch
 from tests.launch.played_slurm import options, played
 

@@ -13,8 +13,8 @@ import pytest
 
 from spartito.cli import main
 from spartito.errors import UserError
-from spartito.launch.slurm_file import batch_file
-from spartito.launch.slurm_values import parse_array
+from spartito.launch.slurm.file import batch_file
+from spartito.launch.slurm.values import parse_array
 from tests.launch.jobs import plan_batch
 from tests.launch.played_slurm import options, played, run
 

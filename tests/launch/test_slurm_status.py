@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spartito.cli import main
-from spartito.launch.slurm_file import batch_file
+from spartito.launch.slurm.file import batch_file
 from tests.launch.jobs import plan_batch
 
 SCONTROL = """#!/bin/sh

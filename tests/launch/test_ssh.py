@@ -21,7 +21,7 @@ from spartito.launch.hosts.facts import Facts, Question, facts, parse
 from spartito.launch.hosts.names import Host, check_names, parse_hosts
 from spartito.launch.hosts.plan import MEMBERSHIP, Plan, check_passed, travelling
 from spartito.launch.hosts.ssh import MOST, Reply, Ssh, address_of, ask_all, parse_ssh, refusal
-from spartito.launch.roles import Roles
+from spartito.launch.processes.roles import Roles
 from spartito.wire.interfaces import is_here
 
 SSH = Ssh(("ssh", "-F", "my config"), "/home/me/job", "/opt/python")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from spartito.launch.network import NoNamespacesError
+from spartito.launch.lines.network import NoNamespacesError
 from tests.commands import (
     SPARTITO,
     Commands,

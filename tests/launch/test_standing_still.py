@@ -20,7 +20,7 @@ from spartito.collectives.store import Membership
 from spartito.collectives.torch_store import OfTorch
 from spartito.errors import TaskLostError
 from spartito.heartbeat import SIZE, Beat, file_of, keep_files, last_words, stands
-from spartito.launch.heartbeats import Heartbeats
+from spartito.launch.processes.heartbeats import Heartbeats
 from tests.commands import eventually
 from tests.launch.supervised import WAITS, Job, Start
 
@@ -181,7 +181,7 @@ class Alone:
 def test_a_wait_for_stacks_changes_nothing_that_is_said_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("spartito.launch.heartbeats.STACKS_SECONDS", 1.2)
+    monkeypatch.setattr("spartito.launch.processes.heartbeats.STACKS_SECONDS", 1.2)
     lines: list[str] = []
     beats = Heartbeats(lines.append, notice=0.2)
     stops = "import signal\nos.kill(os.getpid(), signal.SIGSTOP)"

@@ -22,8 +22,8 @@ from spartito.launch.job import JobSpec, Program
 from spartito.launch.kubernetes.file import job_file
 from spartito.launch.kubernetes.launcher import Kubernetes
 from spartito.launch.kubernetes.plan import KINDS
-from spartito.launch.slurm import Slurm
-from spartito.launch.slurm_file import batch_file
+from spartito.launch.slurm.file import batch_file
+from spartito.launch.slurm.launcher import Slurm
 from spartito.names import ENV_STRATEGY
 from tests.launch.jobs import asked
 from tests.launch.played_slurm import played

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from spartito.errors import PREFIX
-from spartito.launch.heartbeats import Heartbeats
-from spartito.launch.output import Sink
-from spartito.launch.process import Patience, Process, exit_code
-from spartito.launch.supervisor import _Supervisor
+from spartito.launch.processes.heartbeats import Heartbeats
+from spartito.launch.processes.output import Sink
+from spartito.launch.processes.process import Patience, Process, exit_code
+from spartito.launch.processes.supervisor import _Supervisor
 from tests.launch.supervised import (
     LIMIT,
     SLEEPS,

@@ -8,7 +8,7 @@ from textwrap import indent
 
 import pytest
 
-from spartito.launch.supervisor import DOUBLE_CLICK
+from spartito.launch.processes.supervisor import DOUBLE_CLICK
 from tests.launch.supervised import (
     GRANDCHILD,
     LEAVES,

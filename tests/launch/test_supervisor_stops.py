@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from spartito.device import MemoryKills
-from spartito.launch.process import out_of_memory
+from spartito.launch.processes.process import out_of_memory
 from tests.commands import commands_in
 from tests.launch.supervised import (
     DAEMON,
@@ -157,7 +157,7 @@ def test_what_left_its_process_group_ends_with_the_job(start: Start, kill: bool)
 NOTEBOOK = """
 import io, sys
 from spartito.launch.job import JobSpec, Program
-from spartito.launch.local import Local
+from spartito.launch.processes.local import Local
 real, sys.stdout = sys.stdout, io.StringIO()
 sys.stderr = io.StringIO()
 code = Local().start(JobSpec(program=Program("task.py"), workers=int(sys.argv[1])))

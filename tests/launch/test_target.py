@@ -10,7 +10,7 @@ import pytest
 
 from spartito.cli import main
 from spartito.errors import UserError
-from spartito.launch.local import MANY, MANY_PER_CORE, check_number
+from spartito.launch.processes.local import MANY, MANY_PER_CORE, check_number
 from spartito.launch.target import check_program
 
 LIMIT = 60.0
@@ -84,7 +84,7 @@ def test_a_terminal_is_asked(said: str, code: int) -> None:
     ours, theirs = pty.openpty()
     asks = (
         "import sys; from spartito.errors import UserError, show\n"
-        "from spartito.launch.local import check_number\n"
+        "from spartito.launch.processes.local import check_number\n"
         "try: check_number(100000, 2, yes=False)\n"
         "except UserError as error: sys.exit(show(error))\n"
     )

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spartito.launch import throttle as module
+from spartito.launch.processes import throttle as module
 from tests.launch.supervised import LIMIT, Start, pid_of, vanished, wait_until
 
 NOBODY = str(1 << 30)
@@ -45,7 +45,7 @@ def spawn() -> Iterator[Spawn]:
 
 
 def throttled(spawn: Spawn, *arguments: object) -> subprocess.Popen[bytes]:
-    return spawn("-m", "spartito.launch.throttle", *map(str, arguments))
+    return spawn("-m", "spartito.launch.processes.throttle", *map(str, arguments))
 
 
 def state(pid: int) -> str:
@@ -123,7 +123,7 @@ def throttles_of(pid: int) -> list[int]:
                 words = (folder / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if b"spartito.launch.throttle" in words and str(pid).encode() in words:
+            if b"spartito.launch.processes.throttle" in words and str(pid).encode() in words:
                 found.append(int(folder.name))
     return found
 
@@ -158,11 +158,12 @@ def test_no_throttle_outlives_a_killed_supervisor(start: Start) -> None:
 def test_after_ctrl_c_a_task_runs_at_full_speed(start: Start) -> None:
     careful = (
         "import os, pathlib\n"
+        "module = b'spartito.launch.processes.throttle'\n"
         "def throttled():\n"
         "    for file in pathlib.Path('/proc').glob('[0-9]*/cmdline'):\n"
         "        try: words = file.read_bytes().split(b'\\0')\n"
         "        except OSError: continue\n"
-        "        if words[2:4] == [b'spartito.launch.throttle', b'%d' % os.getpid()]: return True\n"
+        "        if words[2:4] == [module, b'%d' % os.getpid()]: return True\n"
         "try:\n    print('pid', os.getpid(), flush=True)\n    while True: pass\n"
         "except KeyboardInterrupt:\n    while throttled(): pass\n    print('saved')"
     )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from spartito.cluster.limits import NOTICE, notice_limit
 from spartito.heartbeat import PHASES, Beat, Life
-from spartito.launch.watch import Notice, Seen, Watch, missed, stragglers
+from spartito.launch.processes.watch import Notice, Seen, Watch, missed, stragglers
 
 HERE = Beat(7, 7, "step", 0, 0.0, 0.0, 0.0, 4711, 37)
 RUNS, STOPPED = Life("R", 1.0), Life("T", 1.0)

@@ -13,9 +13,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from spartito.errors import UserError
-from spartito.local.fragments import fragments_of
-from spartito.local.outer import Average, DiLoCo, choose, load_outer_state, make_outer, outer_state
-from spartito.local.plan import check_weights, groups_of, sites_of, updates_between
+from spartito.outer.fragments import fragments_of
+from spartito.outer.groups import check_weights, groups_of, sites_of, updates_between
+from spartito.outer.optimizer import (
+    Average,
+    DiLoCo,
+    choose,
+    load_outer_state,
+    make_outer,
+    outer_state,
+)
 
 
 @given(st.integers(1, 40), st.data())

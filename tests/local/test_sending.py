@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.errors import UserError
-from spartito.local.sending import Compressed, Quantized, Rounded, TopK, Whole, choose
+from spartito.outer.delta_exchange import Compressed, Quantized, Rounded, TopK, Whole, choose
 
 CODES: dict[str, Any] = {
     "bf16": Rounded(),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spartito.errors import UserError
-from spartito.local.turns import Turns, turns_of
+from spartito.outer.fragment_schedule import Turns, turns_of
 
 
 @st.composite

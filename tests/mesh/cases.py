@@ -15,7 +15,7 @@ from torch import Tensor
 from spartito.cluster.resolver import resolve
 from spartito.collectives.rendezvous import Rendezvous
 from spartito.mesh import Axis, Mesh, Sharded, Spec, shard, spec, whole, wrap
-from spartito.mesh.sharded import Axes, local_of
+from spartito.mesh.sharded_tensor import Axes, local_of
 
 TOLERANCE = 1e-12
 

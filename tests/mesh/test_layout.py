@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from spartito.errors import UserError
-from spartito.mesh.apply import SpecCut, plan
 from spartito.mesh.describe import describe
 from spartito.mesh.layout import DEFAULT, Dim, Layout, read_rules
 from spartito.mesh.names import name_dims
+from spartito.mesh.placing import SpecCut, plan
 from spartito.mesh.spec import Spec, spec
 from spartito.models import GPT, CatsVsDogs, MnistMLP
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import spartito as sp
 from spartito.backend.errors import LostRankError
-from spartito.engine.context import StepContext, enter
 from spartito.engine.randomness import globalize
+from spartito.engine.step_context import StepContext, enter
 from spartito.errors import UserError
 from spartito.models.cats_vs_dogs import CatsVsDogs
 from spartito.models.gpt import GPT

@@ -30,7 +30,7 @@ from spartito.ps.protocol.work import (
 from spartito.ps.scheduler.coordinator import Coordinator
 from spartito.ps.scheduler.local import LocalLink
 from spartito.ps.scheduler.queue import WorkRange
-from spartito.steps.leases import NO_EPOCH
+from spartito.steps.servers.leased_batches import NO_EPOCH
 from spartito.wire.frames import Wire
 from tests.callers import call
 from tests.ps import coordination as co

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spartito.launch.network import Machine, NoNamespacesError, network
+from spartito.launch.lines.network import Machine, NoNamespacesError, network
 from tests.commands import Commands, commands_in
 from tests.skips import need, skip
 

@@ -11,25 +11,25 @@ import pytest
 
 from spartito.errors import UserError
 from spartito.folders import Holder
-from spartito.storage import held
-from spartito.storage.held import HeldStore
+from spartito.storage import store_lock
 from spartito.storage.remote import FsspecStore
+from spartito.storage.store_lock import HeldStore
 
 OTHER = "holder-0000000000000007.json"
 
 
 def records(tmp_path: Path) -> list[str]:
-    return sorted(path.name for path in (tmp_path / "bucket" / held.FOLDER).iterdir())
+    return sorted(path.name for path in (tmp_path / "bucket" / store_lock.FOLDER).iterdir())
 
 
 def store(tmp_path: Path) -> FsspecStore:
-    return FsspecStore(f"file://{tmp_path}/bucket/{held.FOLDER}")
+    return FsspecStore(f"file://{tmp_path}/bucket/{store_lock.FOLDER}")
 
 
 def record(tmp_path: Path, text: str = "", **other: object) -> Path:
     """That of a process on another machine."""
     raw = json.loads(Holder.own().encode()) | {"host": "node7", "life": ["another/pid", 7, 7]}
-    file = tmp_path / "bucket" / held.FOLDER / OTHER
+    file = tmp_path / "bucket" / store_lock.FOLDER / OTHER
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(raw | other) + f"\n{text}\n")
     return file
@@ -83,11 +83,11 @@ def test_a_process_of_this_machine_that_has_ended_is_not_waited_for(
 def test_one_that_was_frozen_sees_that_another_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held, "RENEW_SECONDS", 0.01)
+    monkeypatch.setattr(store_lock, "RENEW_SECONDS", 0.01)
     mine = HeldStore(store(tmp_path))
     mine.check()
     (name,) = records(tmp_path)
-    file = tmp_path / "bucket" / held.FOLDER / name
+    file = tmp_path / "bucket" / store_lock.FOLDER / name
     first = file.read_bytes()
     while file.read_bytes() == first:  # it renews it
         pass
@@ -103,7 +103,7 @@ def test_one_that_was_frozen_sees_that_another_has_it(
 def test_who_was_frozen_is_seen_at_the_next_save_at_the_latest(tmp_path: Path) -> None:
     mine = HeldStore(store(tmp_path))
     (name,) = records(tmp_path)
-    (tmp_path / "bucket" / held.FOLDER / name).unlink()
+    (tmp_path / "bucket" / store_lock.FOLDER / name).unlink()
     mine.check()  # nobody else has it
     record(tmp_path)
     with pytest.raises(UserError, match="on node7"):
@@ -124,7 +124,7 @@ class Meets(FsspecStore):
     """Another process writes its record when this one has found none, or after that."""
 
     def __init__(self, folder: Path, then: Callable[[], object]) -> None:
-        super().__init__(f"file://{folder}/bucket/{held.FOLDER}")
+        super().__init__(f"file://{folder}/bucket/{store_lock.FOLDER}")
         self._then = [then]
 
     def put(self, file: Path, name: str) -> None:
@@ -147,7 +147,7 @@ def test_of_two_that_come_at_the_same_time_one_has_it(
                 HeldStore(comes)
             assert records(tmp_path) == [name]
             return
-        file = tmp_path / "bucket" / held.FOLDER / name
+        file = tmp_path / "bucket" / store_lock.FOLDER / name
         clock(patch, lambda: file.unlink(missing_ok=True))  # the other sees ours, and leaves
         HeldStore(comes).let_go()
     assert records(tmp_path) == []

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import spartito as sp
-from spartito.training import fits
+from spartito.training.backups import fit_count
 from tests.strategies.jobs import CLASSES, FEATURES, blobs, make_strategy, weights
 
 
@@ -110,4 +110,4 @@ def train(
         return None
     finally:
         strategy.close()
-        fits.end()  # the next job of this process is a script of its own
+        fit_count.end()  # the next job of this process is a script of its own

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import spartito as sp
-from spartito.engine import edits
+from spartito.engine import gradient_edits
 from spartito.log import logger
 from tests.replicas import warns
 
@@ -115,7 +115,7 @@ def loop(
     """The parameters of a loop, and what was said to it."""
     net, optimizer, x, y = made()
     said, changes = Said(), (CHANGES | EXACT)[change]
-    edits._say.cache_clear()  # a new process, as far as this is concerned
+    gradient_edits._say.cache_clear()  # a new process, as far as this is concerned
     with sp.strategy(name, **options) as strategy:
         model, _ = strategy.prepare(net, optimizer, deterministic=deterministic)
         if where == "hook":

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
-from spartito.checkpoint.parts import Slot
 from spartito.checkpoint.saving import Copies
+from spartito.checkpoint.stored_parts import Slot
 from spartito.errors import TaskLostError, UserError
 from spartito.failpoints import ENV
 from tests.strategies.jobs import make_strategy

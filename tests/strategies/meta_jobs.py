@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spartito as sp
-from spartito.engine.memory import give_back_memory
+from spartito.engine.memory_check import give_back_memory
 from spartito.strategies import strategy as strategy_of
 
 INSIDE: dict[str, Any] = {

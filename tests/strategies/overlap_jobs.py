@@ -19,7 +19,7 @@ from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.rendezvous import Rendezvous
 from spartito.data.batch import Batch
 from spartito.engine.compression import LowRank
-from spartito.engine.overlap import StreamedGradients
+from spartito.engine.streamed_gradients import StreamedGradients
 from spartito.steps.all_reduce import AllReduce, compression_of
 from spartito.steps.parts import Parts
 from spartito.steps.team import Team

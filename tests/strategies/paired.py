@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spartito.checkpoint.boxes import BoxCut, Cut
+from spartito.checkpoint.cuts import BoxCut, Cut
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.rendezvous import WORLD, Rendezvous
 from spartito.steps.all_reduce import AllReduce
 from spartito.steps.groups import DATA, MODEL
-from spartito.steps.pair import Pair
 from spartito.steps.parts import Exchange, Parts, Prepared
+from spartito.steps.prepared import Pair
 from spartito.steps.replicated import Replicated
 from spartito.steps.team import Team
 from spartito.steps.topology import Connected

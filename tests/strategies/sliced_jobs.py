@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import spartito as sp
-from spartito.engine.sliced import SlicedGradients
+from spartito.engine.sliced_update import SlicedGradients
 from spartito.steps.all_reduce import AllReduce
 from spartito.steps.parts import Parts
 from spartito.steps.replicated import replicas

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spartito.checkpoint.manager import read_checkpoint
-from spartito.checkpoint.parts import Reader
+from spartito.checkpoint.stored_parts import Reader
 from spartito.storage.atomic import FORMAT
 from tests.replicas import Replicas
 from tests.strategies import jobs

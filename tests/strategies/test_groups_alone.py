@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spartito.ps.protocol.rules import Rules
-from spartito.steps.decoupled import tell_of_statistics
+from spartito.steps.servers.groups import tell_of_statistics
 from tests.replicas import Replicas
 from tests.strategies import alone_jobs as jobs
 from tests.strategies.decoupled_jobs import normalized

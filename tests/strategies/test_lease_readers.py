@@ -15,7 +15,7 @@ from spartito.data.loader import make_feed
 from spartito.data.order import permutation
 from spartito.data.passes import Pass, Passes
 from spartito.ps.protocol.work import Lease
-from spartito.steps.lease_readers import IndexedReader
+from spartito.steps.servers.lease_readers import IndexedReader
 
 EXAMPLES, BATCH, SLICES = 50, 6, 2
 STEPS = -(-EXAMPLES // BATCH)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spartito.engine.overlap import cut
+from spartito.engine.streamed_gradients import cut
 from spartito.wire.ports import free_port
 from tests.collectives.group import running
 from tests.replicas import Replicas

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from spartito.cluster.recovery import Recovery
-from spartito.engine.divided import DividedUpdates
-from spartito.engine.sharding.copies import VALUES, Copies, Snapshot
-from spartito.engine.sharding.gradients import ShardedGradients
+from spartito.engine.divided_update import DividedUpdates
+from spartito.engine.sharding.shard_copies import VALUES, Copies, Snapshot
+from spartito.engine.sharding.sharded_gradients import ShardedGradients
 from spartito.errors import UserError
 from spartito.registry import strategy_info
 from spartito.steps.recovery import ShardsLostError

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import spartito as sp
-from spartito.engine import fused
+from spartito.engine import fused_update
 from tests.replicas import Replicas
 from tests.strategies import stepping_jobs as jobs
 
@@ -86,11 +86,11 @@ def test_a_prepared_optimizer_is_still_torchs_in_one_pass() -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     with sp.OneDeviceStrategy() as strategy:
         strategy.prepare(net, optimizer)
-        assert fused.kernel_of(optimizer) is not None
+        assert fused_update.kernel_of(optimizer) is not None
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        assert fused.kernel_of(optimizer) is not None
+        assert fused_update.kernel_of(optimizer) is not None
         optimizer.__dict__["step"] = print
-        assert fused.kernel_of(optimizer) is None
+        assert fused_update.kernel_of(optimizer) is None
     assert "step" not in copy.deepcopy(optimizer).__dict__
 
 

@@ -27,9 +27,10 @@ from spartito.errors import PreemptedError, UnwritableError, UserError
 from spartito.failpoints import ENV
 from spartito.steps.coordination import SynchronousCoordination
 from spartito.strategies import Strategy
-from spartito.training import fits, preemption
-from spartito.training.backups import LocalBackups
-from spartito.training.interval import BySeconds, interval_of
+from spartito.training import preemption
+from spartito.training.backups import fit_count
+from spartito.training.backups.folder import LocalBackups
+from spartito.training.backups.interval import BySeconds, interval_of
 from tests.training.jobs import data, on_replicas, trainer
 
 LIMIT = 4096  # bytes of a file
@@ -284,7 +285,7 @@ def test_backups_in_a_store(
     assert f"going on after step 6, from {url}/fit-1/step-00000006" in caplog.text
     assert again.history == whole.history
     assert torch.equal(again.model[0].weight, whole.model[0].weight)  # type: ignore[index]
-    fits.end()
+    fit_count.end()
     assert not files.find(str(tmp_path))
     assert not [*tmp_path.glob("spartito-*/*")]
 
@@ -401,7 +402,7 @@ def kept_in(strategy: Strategy, url: str) -> list[Any]:
         more = Tell(1, lambda trains=trains: trains or pytest.fail("it trains again"))
         made.fit(data(), epochs=2, batch_size=5, callbacks=[backup, more], verbose=0)
         found.append([asdict(made.history), made.step])
-        fits.end()
+        fit_count.end()
     return found
 
 
@@ -413,7 +414,7 @@ def test_all_tasks_of_a_machine_read_from_a_store(tmp_path: Path) -> None:
 
 def test_a_complete_fit_can_be_kept(tmp_path: Path) -> None:
     whole = fit(tmp_path, delete_checkpoint=False)
-    fits.end()
+    fit_count.end()
     again = fit(tmp_path, Tell(1, pytest.fail), delete_checkpoint=False)
     assert (again.history, again.step) == (whole.history, whole.step)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import spartito as sp
-from spartito.training.blame import described, name_of
+from spartito.training.batch_blame import described, name_of
 from tests.training.jobs import data, trainer
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import spartito as sp
-from spartito.training.called import missed
-from spartito.training.stages import ALL
+from spartito.training.loops.callback_catch_up import missed
+from spartito.training.loops.mark import ALL
 
 
 def test_who_keeps_a_state_has_seen_it_already(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from spartito import heartbeat
 from spartito.data.batch import Batch
 from spartito.heartbeat import SIZE, Beat
-from spartito.training.clock import Clock, StepLogs
+from spartito.training.loops.clock import Clock, StepLogs
 from spartito.training.metrics.gathering import MetricSet
 from spartito.training.metrics.names import make_metrics
 from tests.training.jobs import data, trainer

@@ -19,8 +19,8 @@ from torch.utils.data import Dataset, TensorDataset
 import spartito as sp
 from spartito.errors import PreemptedError, UserError
 from spartito.folders import LOCK
-from spartito.training import fits
-from spartito.training.sameness import digest, sample, spread
+from spartito.training.backups import fit_count
+from spartito.training.backups.identity import digest, sample, spread
 from tests.commands import commands_in
 from tests.training.jobs import data, trainer
 
@@ -48,7 +48,7 @@ print("ended after", made.step)
 def _script() -> Iterator[None]:
     """Each test is a script."""
     yield
-    fits.end()
+    fit_count.end()
 
 
 class Tell(sp.Callback):
@@ -175,7 +175,7 @@ def test_the_end_of_a_script_removes_nothing_of_who_took_its_store(
     (record,) = (tmp_path / "spartito-lock").iterdir()
     raw = json.loads(record.read_bytes().partition(b"\n")[0]) | {"host": "node7"}
     record.rename(record.with_name("holder-0123456789abcdef.json")).write_text(json.dumps(raw))
-    fits.end()
+    fit_count.end()
     assert "backups of a complete training are left" in caplog.text
     assert "on node7" in caplog.text
     assert sorted(tmp_path.glob("fit-1/*/*")) == kept
@@ -208,14 +208,14 @@ def test_folds_do_not_mix(tmp_path: Path, keeps: bool) -> None:
     assert weights(fold(first)) == whole[0]
     with pytest.raises(PreemptedError):
         fold(second, Tell(3, leave))
-    fits.forget()  # a new process
+    fit_count.forget()  # a new process
     seen = list[int]()
     again = fold(first, Tell(1, lambda: seen.append(1)))
     assert weights(again) == whole[0]
     assert not seen  # it does not train anew
     after = fold(second, Tell(2, lambda: pytest.fail("it was further")))
     assert weights(after) == whole[1]
-    fits.end()
+    fit_count.end()
     assert sorted(path.name for path in tmp_path.glob("fit-*")) == ["fit-1", "fit-2"] * keeps
     assert not (tmp_path / LOCK).exists()
 
@@ -224,7 +224,7 @@ def test_what_is_not_complete_stays_at_the_end(tmp_path: Path) -> None:
     fit(tmp_path)
     with pytest.raises(PreemptedError):
         fit(tmp_path, Tell(3, leave))
-    fits.end()
+    fit_count.end()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fit-1", "fit-2"]
 
 
@@ -234,14 +234,14 @@ def test_a_script_that_fails_after_a_fit_keeps_it(
     fit(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "last_value", ValueError("what ends the script"), raising=False)
-        fits.end()
+        fit_count.end()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fit-1"]
 
 
 def test_a_fit_that_failed_before_its_first_step_is_taken_up(tmp_path: Path) -> None:
     with pytest.raises(PreemptedError):
         fit(tmp_path, Tell(3, leave))
-    fits.forget()
+    fit_count.forget()
     shut = sp.callbacks.ModelCheckpoint(tmp_path / "checkpoints")
     (tmp_path / "checkpoints").touch()
     with pytest.raises(UserError, match="cannot be written"):
@@ -256,7 +256,7 @@ def rate(value: float) -> dict[str, Any]:
 def interrupted(folder: Path, *others: sp.Callback, **options: Any) -> None:
     with pytest.raises(PreemptedError):
         fit(folder, *others, Tell(3, leave), **options)
-    fits.forget()
+    fit_count.forget()
 
 
 def test_another_learning_rate_is_refused_by_name(tmp_path: Path) -> None:

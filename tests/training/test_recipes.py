@@ -17,7 +17,7 @@ from spartito.errors import PreemptedError
 from spartito.recipes import mnist
 from spartito.recipes.options import Options, run_folder
 from spartito.strategies import Strategy
-from spartito.training import fits
+from spartito.training.backups import fit_count
 from tests.commands import eventually
 from tests.training.jobs import on_replicas
 
@@ -77,5 +77,5 @@ def test_a_recipe_goes_on_in_the_middle_of_an_epoch(
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # that is as good as --resume
     train(tmp_path / "told")
     assert figures(tmp_path / "told") == figures(tmp_path / "whole")
-    fits.end()
+    fit_count.end()
     assert not (tmp_path / "told" / "backup").exists()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from spartito.chaos.sandbox import Sandbox
 from spartito.chaos.trial import Start
-from spartito.launch.network import network
-from spartito.launch.roles import Roles, task_environment
+from spartito.launch.lines.network import network
+from spartito.launch.processes.roles import Roles, task_environment
 from spartito.names import ENV_SECRET
 
 PORT = 29500

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from spartito.launch.network import Machine
+from spartito.launch.lines.network import Machine
 
 HOLD = "mount -t tmpfs tmpfs /dev/shm && echo ready && exec cat"
 ENTER = 'exec nsenter --target {} --mount env --chdir="$PWD" "$@"'

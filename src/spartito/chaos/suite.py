@@ -35,9 +35,9 @@ from spartito.chaos.trial import LOG, Outcome, Run, Start, run
 from spartito.declared import Declared, parse_all
 from spartito.errors import UserError
 from spartito.launch.job import Program
-from spartito.launch.network import NoNamespacesError
-from spartito.launch.reaper import Reaper
-from spartito.launch.roles import Roles
+from spartito.launch.lines.network import NoNamespacesError
+from spartito.launch.processes.reaper import Reaper
+from spartito.launch.processes.roles import Roles
 from spartito.names import (
     ENV_RUN_DIR,
     ENV_STRATEGY,

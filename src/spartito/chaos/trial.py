@@ -19,8 +19,8 @@ from spartito.chaos.schedule import KINDS, LAUNCHER, Fault, Schedule, written
 from spartito.chaos.traces import Traces, reached, read_traces
 from spartito.errors import EXIT_TASK_LOST
 from spartito.failpoints import ENV_STEP_HOOK
-from spartito.launch.interrupts import interrupts_held
-from spartito.launch.reaper import Reaper
+from spartito.launch.processes.interrupts import interrupts_held
+from spartito.launch.processes.reaper import Reaper
 
 LOG = "log"
 HOOK = "spartito.chaos.inside:attach"

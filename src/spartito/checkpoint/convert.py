@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spartito.checkpoint.boxes import Box
+from spartito.checkpoint.cuts import Box
+from spartito.checkpoint.foreign_files import MODEL, PLAIN, Opened
 from spartito.checkpoint.manager import write_trees
-from spartito.checkpoint.opened import MODEL, PLAIN, Opened
-from spartito.checkpoint.parts import SUFFIX, Slot, Tensors, arrange, write_slots
+from spartito.checkpoint.stored_parts import SUFFIX, Slot, Tensors, arrange, write_slots
 from spartito.errors import UserError
 from spartito.storage.atomic import replace_durably, write_directory
 from spartito.storage.leftovers import NEW, beside

@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from spartito.checkpoint.parts import SUFFIX, Reader
+from spartito.checkpoint.stored_parts import SUFFIX, Reader
 from spartito.errors import UserError
 from spartito.failpoints import failpoint
 from spartito.log import warn

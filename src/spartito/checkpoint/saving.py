@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spartito.checkpoint.boxes import Box
+from spartito.checkpoint.cuts import Box
 from spartito.checkpoint.manager import write_trees
-from spartito.checkpoint.parts import Slot, write_slots
-from spartito.checkpoint.plan import FilePlan, Local, Plan, plan
+from spartito.checkpoint.stored_parts import Slot, write_slots
+from spartito.checkpoint.write_plan import FilePlan, Local, Plan, plan
 from spartito.collectives.collective import Collective
 from spartito.errors import UnwritableError, UserError
 from spartito.storage.atomic import writable, write_file_atomically

@@ -12,7 +12,7 @@ from spartito.chaos.schedule import KINDS, parse_schedules
 from spartito.cli.options import Arguments, Target, number, whole, with_options, words_of
 from spartito.errors import UserError
 from spartito.launch.job import JobSpec, Program
-from spartito.launch.local import Local
+from spartito.launch.processes.local import Local
 
 OWN = ("strategy", "workers", "ps", "chief", "evaluator", "out", "data", "name", "log_dir", "yes")
 """Options of a job that the suite sets itself."""

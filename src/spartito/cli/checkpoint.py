@@ -14,7 +14,7 @@ from spartito.errors import UserError
 from spartito.report.figures import size
 
 if TYPE_CHECKING:
-    from spartito.checkpoint.opened import Opened
+    from spartito.checkpoint.foreign_files import Opened
 
 checkpoint_app = typer.Typer(
     help="Look at checkpoints, check them, and write them in other forms.", no_args_is_help=True
@@ -42,7 +42,7 @@ def show(path: Source, json: Json = False) -> None:
 
     Example: spartito checkpoint show runs/mnist
     """
-    from spartito.checkpoint.opened import opened
+    from spartito.checkpoint.foreign_files import opened
 
     found = opened(path)
     facts = _facts(found)
@@ -68,7 +68,7 @@ def verify(path: Source) -> None:
 
     A folder has all of its checkpoints verified. Example: spartito checkpoint verify runs/mnist
     """
-    from spartito.checkpoint.opened import check, checkpoints_in
+    from spartito.checkpoint.foreign_files import check, checkpoints_in
 
     found = checkpoints_in(path)
     if not found:
@@ -94,7 +94,7 @@ def convert(path: Source, out: Out) -> None:
     Example: spartito checkpoint convert runs/mnist model.safetensors
     """
     from spartito.checkpoint.convert import convert as converted
-    from spartito.checkpoint.opened import opened
+    from spartito.checkpoint.foreign_files import opened
 
     print(f"wrote {converted(opened(path), out)}")
 
@@ -110,7 +110,7 @@ def average(
     Example: spartito checkpoint average c/step-00000100 c/step-00000200 mean.safetensors
     """
     from spartito.checkpoint.convert import average as averaged
-    from spartito.checkpoint.opened import opened
+    from spartito.checkpoint.foreign_files import opened
 
     *sources, out = paths
     print(f"wrote {averaged([opened(path) for path in sources], out)}")

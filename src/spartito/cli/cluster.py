@@ -15,7 +15,7 @@ from spartito.launch.containers.launcher import Compose
 from spartito.launch.containers.plan import IMAGE
 from spartito.launch.job import JobSpec, Launcher, Program, added_launchers
 from spartito.launch.kubernetes.launcher import Kubernetes
-from spartito.launch.slurm import Slurm
+from spartito.launch.slurm.launcher import Slurm
 
 cluster_app = typer.Typer(
     help="Run a job in containers, in Kubernetes, under Slurm, or in a cloud.\n\n"
@@ -128,7 +128,7 @@ def status(
 
     Example: spartito cluster status compose.yaml
     """
-    from spartito.launch.slurm_status import JOB
+    from spartito.launch.slurm.status import JOB
 
     if JOB.fullmatch(job) and not Path(job).exists():
         from spartito.cli import slurm

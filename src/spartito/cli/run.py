@@ -13,13 +13,13 @@ import typer
 
 from spartito.cli.options import Json, job_of, number, taken_from, typed, with_options
 from spartito.errors import UserError
-from spartito.launch.earlier import vacate
-from spartito.launch.functions import OF_FILES
+from spartito.launch.earlier_run import vacate
+from spartito.launch.functions.run import OF_FILES
 from spartito.launch.hosts.job import Hosts
 from spartito.launch.job import JobSpec, Launcher, Program
-from spartito.launch.local import Local
 from spartito.launch.on_ray.job import OnRay
-from spartito.launch.processes import Processes
+from spartito.launch.processes.launcher import Processes
+from spartito.launch.processes.local import Local
 from spartito.names import ENV_RUN_DIR, PRECISIONS, RECIPES, nearest, new_run_folder
 
 

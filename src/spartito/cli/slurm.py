@@ -6,7 +6,7 @@ from pathlib import Path
 
 from spartito.cli.top import show
 from spartito.errors import EXIT_TASK_LOST
-from spartito.launch.slurm_status import job_states
+from spartito.launch.slurm.status import job_states
 from spartito.status import statuses
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from spartito.cluster.address_list import check_addresses, count, spec_of, task_of, with_roles
 from spartito.cluster.endpoints import port_range
-from spartito.cluster.listed import check_addresses, count, spec_of, task_of, with_roles
 from spartito.cluster.spec import ClusterSpec
 from spartito.errors import UserError
 from spartito.wire.addresses import address

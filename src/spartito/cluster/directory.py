@@ -19,9 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from spartito.cluster.endpoints import chosen_interface, port_range
-from spartito.cluster.limits import time_limit
-from spartito.cluster.listed import (
+from spartito.cluster.address_list import (
     ENV_ADDRESS,
     ENV_CHIEF,
     ENV_EVALUATOR,
@@ -33,6 +31,8 @@ from spartito.cluster.listed import (
     named_task,
     spec_of,
 )
+from spartito.cluster.endpoints import chosen_interface, port_range
+from spartito.cluster.limits import time_limit
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.errors import TaskLostError, UserError
 from spartito.names import ENV_TIMEOUT

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
 
-from spartito.cluster.listed import ENV_ADDRESS
+from spartito.cluster.address_list import ENV_ADDRESS
 from spartito.cluster.spec import ClusterSpec
 from spartito.errors import UserError
 from spartito.log import warn

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from spartito.cluster.listed import ENV_TASK, named_task, roles_of, spec_of
+from spartito.cluster.address_list import ENV_TASK, named_task, roles_of, spec_of
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.errors import UserError
 from spartito.wire.addresses import canonical, split_address

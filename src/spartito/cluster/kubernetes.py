@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spartito.cluster.listed import (
+from spartito.cluster.address_list import (
     ENV_PS,
     ENV_WORKERS,
     check_addresses,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spartito.cluster import srun
-from spartito.cluster.listed import count, numbered
+from spartito.cluster.address_list import count, numbered
 from spartito.cluster.spec import ClusterSpec
 from spartito.errors import UserError
 from spartito.wire.addresses import address, is_loopback

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from spartito.cluster import mpi, srun
+from spartito.cluster.address_list import check_addresses, count, spec_of, task_of, with_roles
 from spartito.cluster.endpoints import port_range
-from spartito.cluster.listed import check_addresses, count, spec_of, task_of, with_roles
 from spartito.cluster.nodelist import expand, expand_counts
 from spartito.cluster.spec import ClusterSpec
 from spartito.errors import UserError

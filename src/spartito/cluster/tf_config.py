@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from spartito.cluster.listed import roles_of, spec_of
+from spartito.cluster.address_list import roles_of, spec_of
 from spartito.cluster.spec import ROLES, ClusterSpec, Task
 from spartito.errors import UserError
 from spartito.names import nearest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spartito.cluster.listed import count, numbered
+from spartito.cluster.address_list import count, numbered
 from spartito.cluster.spec import ClusterSpec
 from spartito.errors import UserError
 from spartito.wire.addresses import address

@@ -14,9 +14,9 @@ from spartito.errors import UserError
 from spartito.folders import LOCK
 from spartito.launch.containers.launcher import Compose
 from spartito.launch.job import Program
-from spartito.launch.link import Link
+from spartito.launch.lines.line import Link
+from spartito.launch.processes.throttle import FULL, slow_tasks
 from spartito.launch.target import check_program
-from spartito.launch.throttle import FULL, slow_tasks
 from spartito.names import ENV_EPOCHS, RECIPE_SEED, nearest
 from spartito.registry import default_name, simplest_first, strategy_info, strategy_names
 

@@ -24,11 +24,11 @@ from spartito.comparison.plan import ENV_THREADS, Launch, Plan, Planned
 from spartito.device import available_cores
 from spartito.errors import UserError
 from spartito.folders import hold, release
-from spartito.launch.linked import machines_on
-from spartito.launch.output import LineCutter, binary
-from spartito.launch.pause import pausing
-from spartito.launch.reaper import Reaper
-from spartito.launch.roles import Roles
+from spartito.launch.lines.job import machines_on
+from spartito.launch.processes.output import LineCutter, binary
+from spartito.launch.processes.pause import pausing
+from spartito.launch.processes.reaper import Reaper
+from spartito.launch.processes.roles import Roles
 from spartito.names import ENV_EPOCHS, ENV_RUN_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
 
 NOT_INHERITED = ("TF_CONFIG", ENV_STRATEGY, ENV_STRATEGY_OPTIONS, ENV_RUN_DIR, ENV_EPOCHS)

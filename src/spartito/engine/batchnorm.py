@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from spartito.collectives.collective import Collective
-from spartito.engine.context import StepContext, current
+from spartito.engine.step_context import StepContext, current
 from spartito.errors import UserError
 from spartito.log import warn
 

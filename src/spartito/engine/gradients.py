@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito.collectives.collective import Collective, Piggybacked, Reducer
-from spartito.engine.fused import is_bare
+from spartito.engine.fused_update import is_bare
 from spartito.engine.optimizers import optimizer_parameters
 from spartito.errors import UserError
 

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from spartito.data.batch import Batch
 from spartito.data.collate import leaves, rows
-from spartito.engine.beginning import BeginAtLosses
-from spartito.engine.means import divisor
+from spartito.engine.loss_graph import BeginAtLosses
+from spartito.engine.loss_means import divisor
 from spartito.errors import UserError
 
 LossFunction = Callable[[Any, Any], Any]

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, SGD, Optimizer
 
-from spartito.engine.fused import OurHook
+from spartito.engine.fused_update import OurHook
 from spartito.errors import UserError
 from spartito.log import warn
 

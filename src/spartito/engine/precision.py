@@ -11,9 +11,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from spartito.collectives.collective import Collective
-from spartito.engine import fused
+from spartito.engine import fused_update
+from spartito.engine.optimizer_step import stepping
 from spartito.engine.optimizers import fill_momentum
-from spartito.engine.stepping import stepping
 from spartito.errors import UserError
 from spartito.log import warn
 from spartito.names import PRECISIONS, nearest
@@ -59,7 +59,7 @@ class LossScale:
     value = 1.0
 
     def __init__(self) -> None:
-        self._stepper = fused.Stepper()
+        self._stepper = fused_update.Stepper()
 
     def scale(self, gradient: Tensor) -> Tensor:
         """What a backward pass begins with."""

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from spartito.engine.context import StepContext, current, enter
-from spartito.engine.drawing import (
+from spartito.engine.keyed_draws import (
     Draws,
     Fill,
     Recording,
@@ -36,6 +35,7 @@ from spartito.engine.drawing import (
     random,
     refusal,
 )
+from spartito.engine.step_context import StepContext, current, enter
 from spartito.errors import UserError
 
 aten = torch.ops.aten

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from spartito.launch.containers.launcher import Compose
     from spartito.launch.hosts.job import Hosts
     from spartito.launch.job import JobSpec, Launcher, Program, option
-    from spartito.launch.local import Local
-    from spartito.launch.slurm import Slurm
+    from spartito.launch.processes.local import Local
+    from spartito.launch.slurm.launcher import Slurm
 
 _T = _TypeVar("_T")
 
@@ -36,9 +36,9 @@ __getattr__ = _attach(
         "Hosts": "spartito.launch.hosts.job",
         "JobSpec": "spartito.launch.job",
         "Launcher": "spartito.launch.job",
-        "Local": "spartito.launch.local",
+        "Local": "spartito.launch.processes.local",
         "Program": "spartito.launch.job",
-        "Slurm": "spartito.launch.slurm",
+        "Slurm": "spartito.launch.slurm.launcher",
         "option": "spartito.launch.job",
     },
 )
@@ -87,7 +87,7 @@ class Launch(_ModuleType):
             Exception: what the first task that failed has raised, with its traceback as the cause.
             KeyboardInterrupt: Ctrl-C, or a notebook's kernel was interrupted; all tasks have ended.
         """
-        from spartito.launch.functions import run
+        from spartito.launch.functions.run import run
 
         given = {"strategy": strategy, "workers": workers, **options}
         result: _T = run(function, args, kwargs or {}, strategy_options, given)
@@ -132,7 +132,7 @@ class Launch(_ModuleType):
             Exception: what the first task that failed has raised, with its traceback as the cause.
             KeyboardInterrupt: Ctrl-C; all tasks have ended.
         """
-        from spartito.launch.functions import run_on_ray
+        from spartito.launch.functions.run import run_on_ray
 
         given = {"strategy": strategy, "workers": workers, "ray": address, **options}
         result: _T = run_on_ray(function, args, kwargs or {}, strategy_options, given)

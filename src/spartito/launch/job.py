@@ -12,7 +12,7 @@ from spartito.cluster.endpoints import parse_range
 from spartito.declared import Declared, declared_by, json_options, parse
 from spartito.errors import UserError
 from spartito.launch.axes import mesh_size, parse_axes, pipeline_size
-from spartito.launch.roles import Roles
+from spartito.launch.processes.roles import Roles
 from spartito.launch.target import check_program
 from spartito.names import (
     ENV_INTERFACE,

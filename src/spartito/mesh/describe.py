@@ -19,7 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from spartito.engine.optimizers import whole_shape
 from spartito.errors import UserError
-from spartito.mesh import apply
+from spartito.mesh import placing
 from spartito.mesh.collectives import Axis, summing_at_end
 from spartito.mesh.layout import Layout
 from spartito.mesh.spec import Blocks
@@ -145,7 +145,7 @@ class Description:
 
 def describe(
     model: nn.Module,
-    planned: Mapping[str, apply.Placed],
+    planned: Mapping[str, placing.Placed],
     layout: Layout,
     example: Any = None,
     loss: Callable[[Any], Tensor] | None = None,
@@ -154,7 +154,7 @@ def describe(
 
     Args:
         model: A whole one.
-        planned: What `spartito.mesh.apply.plan` returned for it.
+        planned: What `spartito.mesh.placing.plan` returned for it.
         layout: The rules, and the sizes of the axes.
         example: An input, a tuple or a dict of inputs of one task; None tries some that the first
             layer could take.
@@ -170,13 +170,13 @@ def describe(
 
 
 def describe_tensors(
-    model: nn.Module, planned: Mapping[str, apply.Placed], layout: Layout
+    model: nn.Module, planned: Mapping[str, placing.Placed], layout: Layout
 ) -> Description:
     """The part of `describe` that needs no input.
 
     Args:
         model: A whole one.
-        planned: What `spartito.mesh.apply.plan` returned for it.
+        planned: What `spartito.mesh.placing.plan` returned for it.
         layout: The rules, and the sizes of the axes.
 
     Returns:
@@ -191,7 +191,7 @@ def describe_tensors(
         here, all_ = math.prod(local) * size, math.prod(placed.shape) * size
         rows.append(Row(path, dims, placed.spec.dims, placed.shape, here, all_))
     warnings = [
-        apply.does_not_divide(placed, layout) + "; it stays whole"
+        placing.does_not_divide(placed, layout) + "; it stays whole"
         for placed in planned.values()
         if placed.uneven
     ]
@@ -263,7 +263,7 @@ class _Axes(dict[str, Axis]):
 
 def count(
     model: nn.Module,
-    planned: Mapping[str, apply.Placed],
+    planned: Mapping[str, placing.Placed],
     layout: Layout,
     example: Any = None,
     loss: Callable[[Any], Tensor] | None = None,
@@ -290,7 +290,7 @@ def count(
         copied = _without_values(model)
         flops: dict[str, int] = defaultdict(int)
         _follow(copied, axes, flops)
-        apply.cut(copied, planned, axes)
+        placing.cut(copied, planned, axes)
         try:
             with torch.enable_grad():
                 args, kwargs = _call(one)
@@ -312,7 +312,7 @@ def count(
     return [], f"not counted, the model failed without values: {type(problem).__name__}: {text}"
 
 
-def _parts(module: str, planned: Mapping[str, apply.Placed], layout: Layout) -> int:
+def _parts(module: str, planned: Mapping[str, placing.Placed], layout: Layout) -> int:
     """Among how many tasks a module is divided."""
     found = 1
     for path, placed in planned.items():
@@ -330,7 +330,7 @@ def _without_values(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = _empty(buffer)
     copied = copy.deepcopy(model, memo).train()
-    apply.hide(copied)
+    placing.hide(copied)
     return copied
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_map
 
-from spartito.mesh.sharded import Sharded, all_whole
+from spartito.mesh.sharded_tensor import Sharded, all_whole
 
 _plain: Any = vars(Function)["apply"]
 _changes: list[Callable[[Any], Any]] = []

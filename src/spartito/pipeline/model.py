@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 from spartito.engine.gradients import same
 from spartito.engine.optimizers import DIVIDED
 from spartito.errors import UserError
-from spartito.mesh.shown import saving
+from spartito.mesh.showing_modules import saving
 from spartito.pipeline.cut import Cut
 from spartito.pipeline.program import record
 from spartito.pipeline.split import Start, balanced, named

@@ -27,12 +27,12 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from spartito.engine.drawing import Draws, Recording
+from spartito.engine.keyed_draws import Draws, Recording
 from spartito.errors import UserError
 from spartito.mesh.functions import taking
-from spartito.mesh.sharded import Sharded, as_it_is, here_of
-from spartito.mesh.shown import inside
-from spartito.pipeline.kept import differing, held_by, untouched
+from spartito.mesh.sharded_tensor import Sharded, as_it_is, here_of
+from spartito.mesh.showing_modules import inside
+from spartito.pipeline.kept_state import differing, held_by, untouched
 from spartito.pipeline.microbatches import each_tensor
 
 META, CPU = torch.device("meta"), torch.device("cpu")

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spartito.errors import UserError
-from spartito.mesh.sharded import here_of
+from spartito.mesh.sharded_tensor import here_of
 from spartito.pipeline.program import UNCOUNTED, Program, tell
 
 

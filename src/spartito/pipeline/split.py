@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from spartito.errors import UserError
 from spartito.names import nearest
 from spartito.pipeline.cut import Cut
-from spartito.pipeline.kept import untouched
+from spartito.pipeline.kept_state import untouched
 from spartito.pipeline.microbatches import each_tensor
 from spartito.pipeline.program import Entry, Program, changes_first
 from spartito.pipeline.stage import Call, run

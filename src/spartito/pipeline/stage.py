@@ -11,8 +11,8 @@ from torch import Tensor
 
 from spartito.errors import UserError
 from spartito.mesh.functions import taking
-from spartito.mesh.sharded import TABLE, Sharded, all_whole, as_it_is, here_of
-from spartito.mesh.shown import inside
+from spartito.mesh.sharded_tensor import TABLE, Sharded, all_whole, as_it_is, here_of
+from spartito.mesh.showing_modules import inside
 from spartito.pipeline.cut import Cut
 from spartito.pipeline.microbatches import each_tensor
 from spartito.pipeline.replay import Reached, Replay

@@ -12,7 +12,7 @@ from spartito.errors import UserError
 from spartito.names import ENV_QUEUED_AGAIN, ENV_RESUME, ENV_RUN_DIR, RECIPE_SEED, new_run_folder
 from spartito.report.lines import line_of
 from spartito.strategies import Strategy
-from spartito.training.backups import BACKUPS, LocalBackups, folder_of
+from spartito.training.backups.folder import BACKUPS, LocalBackups, folder_of
 from spartito.training.callbacks import BackupAndRestore
 from spartito.training.trainer import Trainer
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spartito.checkpoint.saved import Saved
+from spartito.checkpoint.saved_state import Saved
 from spartito.collectives.collective import Collective
 from spartito.collectives.hierarchical import HierarchicalCollective
 from spartito.collectives.process_group import ProcessGroupCollective
@@ -20,18 +20,18 @@ from spartito.engine.compression import (
     choose,
     make_compression,
 )
-from spartito.engine.ddp import Overlapped, OverlappedGradients
+from spartito.engine.ddp_gradients import Overlapped, OverlappedGradients
 from spartito.engine.gradients import LocalGradients, PackedGradients
 from spartito.engine.optimizers import optimizer_parameters, unwrap
-from spartito.engine.overlap import OVERLAPPED, StreamedGradients
-from spartito.engine.sliced import SlicedGradients
+from spartito.engine.sliced_update import SlicedGradients
+from spartito.engine.streamed_gradients import OVERLAPPED, StreamedGradients
 from spartito.errors import UserError
-from spartito.local.joined import JoinedGroups
-from spartito.local.values import Values
 from spartito.log import warn
+from spartito.outer.group_values import Values
+from spartito.outer.joined_groups import JoinedGroups
 from spartito.steps.coordination import Alike
-from spartito.steps.pair import Pair
 from spartito.steps.parts import Prepared, Settings, State, Whole
+from spartito.steps.prepared import Pair
 from spartito.steps.team import Team
 
 

@@ -13,7 +13,6 @@ from spartito.data.batch import Batch
 from spartito.data.collate import count_rows, rows
 from spartito.engine.backward import backward, first_gradient
 from spartito.engine.batchnorm import check_evaluation, keeping_statistics
-from spartito.engine.halves import doubt
 from spartito.engine.loss import (
     LossFunction,
     WeightedLoss,
@@ -25,10 +24,11 @@ from spartito.engine.loss import (
     needs_all,
     weigh,
 )
+from spartito.engine.loss_halves import doubt
 from spartito.engine.precision import autocast
 from spartito.engine.randomness import RandomnessForbidden, replaying
 from spartito.errors import UserError
-from spartito.steps.pair import Pair
+from spartito.steps.prepared import Pair
 
 
 class Computation(Protocol):

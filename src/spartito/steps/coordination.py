@@ -41,9 +41,9 @@ from spartito.engine.optimizers import unwrap
 from spartito.errors import UnwritableError, UserError
 from spartito.log import warn
 from spartito.steps.groups import ALIKE, Groups
-from spartito.steps.outer import EveryStep, Outer
-from spartito.steps.pair import Pairs
-from spartito.steps.record import write_record
+from spartito.steps.outer_loop import EveryStep, Outer
+from spartito.steps.prepared import Pairs
+from spartito.steps.task_record import write_record
 
 T = TypeVar("T")
 

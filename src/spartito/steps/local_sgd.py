@@ -12,24 +12,25 @@ import torch
 from msgspec import structs
 from torch import nn
 
-from spartito.checkpoint.boxes import Cut
-from spartito.checkpoint.saved import Saved
+from spartito.checkpoint.cuts import Cut
+from spartito.checkpoint.saved_state import Saved
 from spartito.cluster.spec import ClusterSpec
 from spartito.data.dataset import Dataset
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.optimizers import NoOptimizer, unwrap
 from spartito.errors import SpartitoError, UserError
-from spartito.local import sending
-from spartito.local.coupling import Coupling
-from spartito.local.fragments import Fragments
-from spartito.local.joined import JoinedGroups
-from spartito.local.outer import Average, OuterFactory
-from spartito.local.sites import Hierarchy, JoinedSites
-from spartito.local.turns import Turns
 from spartito.log import warn
+from spartito.outer import delta_exchange
+from spartito.outer.fragment_schedule import Turns
+from spartito.outer.fragments import Fragments
+from spartito.outer.joined_groups import JoinedGroups
+from spartito.outer.optimizer import Average, OuterFactory
+from spartito.outer.outer_step import Coupling
+from spartito.outer.sites import Hierarchy, JoinedSites
+from spartito.steps.batches import Placed
 from spartito.steps.coordination import SynchronousCoordination
 from spartito.steps.distributed import StepResult
-from spartito.steps.group_states import (
+from spartito.steps.group_state import (
     SECTION,
     accumulated_by_all,
     in_parts,
@@ -37,10 +38,9 @@ from spartito.steps.group_states import (
     load_own,
     states_of,
 )
-from spartito.steps.grouping import Grouping, words_of
-from spartito.steps.outer import Here, MakeValues
-from spartito.steps.pair import Pair
-from spartito.steps.sharing import Placed
+from spartito.steps.group_topology import Grouping, words_of
+from spartito.steps.outer_loop import Here, MakeValues
+from spartito.steps.prepared import Pair
 
 if TYPE_CHECKING:
     from spartito.steps.team import Team
@@ -76,7 +76,7 @@ class LocalSGD:
         turns: Turns,
         outer: OuterFactory,
         weights: str,
-        exchange: Callable[[], sending.Exchange],
+        exchange: Callable[[], delta_exchange.Exchange],
     ) -> None:
         self._grouping, self._every, self._turns = grouping, every, turns
         self.connect = grouping.connect  # groups outlive the models that this one has
@@ -154,7 +154,7 @@ class LocalSGD:
             return made
         inside = values_of(pair, column.inside)
         inside.only_finite = values.only_finite
-        near = Coupling(inside, Average(), self._weights, sending.Whole())
+        near = Coupling(inside, Average(), self._weights, delta_exchange.Whole())
         return Hierarchy(near, made, column, self._every // self._turns.every)
 
     def placed(self, found: Placed, training: bool) -> Placed:

@@ -11,25 +11,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spartito.checkpoint.boxes import Cut, SpanCut
-from spartito.checkpoint.saved import Saved
+from spartito.checkpoint.cuts import Cut, SpanCut
+from spartito.checkpoint.saved_state import Saved
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.rendezvous import WORLD, Rendezvous
 from spartito.collectives.segment import Segment
 from spartito.collectives.shared_memory import LINE, SharedMemoryCollective
-from spartito.engine import fused
-from spartito.engine.divided import ELEMENTWISE, DividedGradients, Span
+from spartito.engine import fused_update
+from spartito.engine.divided_update import ELEMENTWISE, DividedGradients, Span
 from spartito.engine.gradients import same
-from spartito.engine.memory import give_back_memory
+from spartito.engine.memory_check import give_back_memory
 from spartito.engine.optimizers import optimizer_parameters, unwrap
 from spartito.errors import UserError
-from spartito.local.joined import JoinedGroups
-from spartito.local.values import Values
+from spartito.outer.group_values import Values
+from spartito.outer.joined_groups import JoinedGroups
 from spartito.steps.all_reduce import AllReduce
 from spartito.steps.coordination import Alike
 from spartito.steps.groups import one_shard_each
-from spartito.steps.pair import Pair
 from spartito.steps.parts import Prepared, Settings, State
+from spartito.steps.prepared import Pair
 from spartito.steps.team import Team
 from spartito.steps.topology import Connected, OneShardEach
 
@@ -131,7 +131,7 @@ class OneCopy:
 
     def optimize(self, pair: Pair) -> None:
         """As `Exchange.optimize`."""
-        if self._team.num_replicas > 1 and fused.has_hooks(pair.optimizer):
+        if self._team.num_replicas > 1 and fused_update.has_hooks(pair.optimizer):
             raise UserError(
                 f"an {type(pair.optimizer).__name__} with hooks on its steps under central_storage",
                 "A replica's step has only its part of the gradients and of the new values: "

@@ -5,7 +5,7 @@ topology Which tasks are connected, and whose data shard is which? (`spartito.st
 placement Where do a model's tensors lie?
 computation How does this task compute a batch with them? (`spartito.steps.computation`)
 exchange How do gradients become an update?
-outer    When and how do groups of replicas agree? (`spartito.steps.outer`)
+outer    When and how do groups of replicas agree? (`spartito.steps.outer_loop`)
 recovery What is kept elsewhere, and who brings it back? (`spartito.steps.recovery`)
 ======== =====================================================================================
 
@@ -22,14 +22,14 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spartito.checkpoint.boxes import Cut, NestedCut
-from spartito.checkpoint.saved import Saved
+from spartito.checkpoint.cuts import Cut, NestedCut
+from spartito.checkpoint.saved_state import Saved
 from spartito.engine.gradients import Gradients
-from spartito.local.joined import JoinedGroups
-from spartito.local.values import Values
+from spartito.outer.group_values import Values
+from spartito.outer.joined_groups import JoinedGroups
 from spartito.steps.computation import Computation
 from spartito.steps.coordination import Account, Agreement
-from spartito.steps.pair import Pair
+from spartito.steps.prepared import Pair
 from spartito.steps.recovery import EndsWithLoss, Recovering
 from spartito.steps.topology import Topology
 
@@ -54,7 +54,7 @@ class Held(Protocol):
     """What this task has of a model and its optimizer, for checkpoints."""
 
     def cuts(self, pair: Pair, section: str) -> Mapping[str, Cut]:
-        """What this task has a part of only, by the user's names: see `spartito.checkpoint.boxes`.
+        """What this task has a part of only, by the user's names: see `spartito.checkpoint.cuts`.
 
         Args:
             pair: A prepared one.

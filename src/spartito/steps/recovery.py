@@ -17,13 +17,13 @@ from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, Piggybacked
 from spartito.data.batch import Batch
 from spartito.engine import clipping
-from spartito.engine.context import enter
 from spartito.engine.gradients import Gradients
 from spartito.engine.optimizers import load_named_state, named_state, unwrap
-from spartito.engine.undo import Undo
+from spartito.engine.step_context import enter
+from spartito.engine.step_undo import Undo
 from spartito.errors import TaskLostError, UserError
 from spartito.steps.groups import send
-from spartito.steps.pair import Pair
+from spartito.steps.prepared import Pair
 from spartito.storage.tensors import pack_state, unpack_state
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito.engine.meta_models import make_all, make_buffers
 from spartito.engine.optimizers import check_whole
-from spartito.engine.unmade import make_all, make_buffers
 from spartito.steps.computation import Computation, WholeModel
 from spartito.steps.coordination import Alike
 from spartito.steps.groups import send
-from spartito.steps.pair import Pair
 from spartito.steps.parts import Exchange, Parts, Prepared, Settings, Whole
+from spartito.steps.prepared import Pair
 from spartito.steps.recovery import EndsWithLoss, InReplicas, Recovering, Regrouping
 from spartito.steps.team import Team
 from spartito.steps.topology import OneShardEach

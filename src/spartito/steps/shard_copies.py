@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from spartito.collectives.collective import Collective
 from spartito.engine.optimizers import optimizer_parameters, unwrap
 from spartito.engine.sharding.blocks import Layout, Members
-from spartito.engine.sharding.copies import NONE, VALUES, Copies, Entry, Shard
-from spartito.engine.sharding.gradients import ShardedGradients
 from spartito.engine.sharding.homes import Home
+from spartito.engine.sharding.shard_copies import NONE, VALUES, Copies, Entry, Shard
+from spartito.engine.sharding.sharded_gradients import ShardedGradients
 from spartito.steps.groups import send
-from spartito.steps.pair import Pair
+from spartito.steps.prepared import Pair
 from spartito.steps.recovery import ElsewhereError, ShardsLostError, load_state, state_of
 
 

@@ -11,31 +11,31 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from spartito.checkpoint.boxes import Cut, SpanCut
-from spartito.checkpoint.saved import Saved
+from spartito.checkpoint.cuts import Cut, SpanCut
+from spartito.checkpoint.saved_state import Saved
 from spartito.collectives.pages import PAGE
 from spartito.collectives.shared_memory import SharedMemoryCollective
-from spartito.engine import fused
-from spartito.engine.divided import ELEMENTWISE
+from spartito.engine import fused_update
+from spartito.engine.divided_update import ELEMENTWISE
 from spartito.engine.gradients import LocalGradients
-from spartito.engine.memory import give_back_memory
-from spartito.engine.notes import value_of
+from spartito.engine.memory_check import give_back_memory
+from spartito.engine.meta_models import told
 from spartito.engine.optimizers import optimizer_parameters, unwrap
+from spartito.engine.sharding.block_transport import Stage, make_stage
 from spartito.engine.sharding.blocks import Members, divide
-from spartito.engine.sharding.copies import check_group
 from spartito.engine.sharding.gathering import Shown, gather_around
-from spartito.engine.sharding.gradients import ShardedGradients
-from spartito.engine.sharding.hidden import asleep
+from spartito.engine.sharding.hidden_parameters import asleep
 from spartito.engine.sharding.homes import GatheredHome, Home, SharedHome, WholeHome, settle_all
-from spartito.engine.sharding.stage import Stage, make_stage
-from spartito.engine.unmade import told
+from spartito.engine.sharding.shard_copies import check_group
+from spartito.engine.sharding.sharded_gradients import ShardedGradients
+from spartito.engine.value_recipes import value_of
 from spartito.errors import TaskLostError, UserError
-from spartito.local.joined import JoinedGroups
-from spartito.local.values import Shards, Values
+from spartito.outer.group_values import Shards, Values
+from spartito.outer.joined_groups import JoinedGroups
 from spartito.steps.coordination import compare_values
 from spartito.steps.groups import ALIKE, COPIES, SHARDS
-from spartito.steps.pair import Pair
 from spartito.steps.parts import Prepared, Settings, State
+from spartito.steps.prepared import Pair
 from spartito.steps.recovery import Standing, share_state
 from spartito.steps.shard_copies import Kept, load_rest, rest_of
 from spartito.steps.team import Team
@@ -430,7 +430,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
             f"{name} under sharded: it may look at whole parameters, and a replica has parts",
             "Choose AdamW, SGD or another that updates each element by itself, or mirrored.",
         )
-    if fused.has_hooks(optimizer):
+    if fused_update.has_hooks(optimizer):
         raise UserError(
             f"an {name} with hooks on its steps under sharded",
             "A replica's step has only its shard of the gradients and of the new values: "

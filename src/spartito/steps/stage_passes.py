@@ -18,11 +18,8 @@ from spartito.data.collate import rows
 from spartito.engine.backward import first_gradient
 from spartito.engine.batchnorm import local_batchnorms
 from spartito.engine.batchnorm import takes_statistics as takes
-from spartito.engine.beginning import BeginAtLosses
 from spartito.engine.buffers import kept_buffers, listed
-from spartito.engine.context import StepContext, current, enter, within
-from spartito.engine.drawing import Draws
-from spartito.engine.halves import doubt
+from spartito.engine.keyed_draws import Draws
 from spartito.engine.loss import (
     LossFunction,
     WeightedLoss,
@@ -32,8 +29,11 @@ from spartito.engine.loss import (
     look,
     weigh,
 )
+from spartito.engine.loss_graph import BeginAtLosses
+from spartito.engine.loss_halves import doubt
 from spartito.engine.precision import autocast
 from spartito.engine.randomness import RandomnessForbidden
+from spartito.engine.step_context import StepContext, current, enter, within
 from spartito.errors import UserError
 from spartito.pipeline import schedules
 from spartito.pipeline.messages import Messages
@@ -43,8 +43,8 @@ from spartito.pipeline.program import Program, record
 from spartito.pipeline.runtime import Microbatch, Root, pass_through
 from spartito.pipeline.schedules import Order, Shape, Span
 from spartito.steps.computation import no_gradient
-from spartito.steps.ending import told as cause
-from spartito.steps.pair import Pair
+from spartito.steps.prepared import Pair
+from spartito.steps.task_end import told as cause
 
 CPU = torch.device("cpu")
 

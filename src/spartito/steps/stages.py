@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spartito.checkpoint.boxes import Cut
-from spartito.checkpoint.saved import Saved
+from spartito.checkpoint.cuts import Cut
+from spartito.checkpoint.saved_state import Saved
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, Traffic
 from spartito.collectives.rendezvous import Rendezvous
@@ -22,9 +22,9 @@ from spartito.data.batch import Batch
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.gradients import LocalGradients
 from spartito.engine.loss import LossFunction
-from spartito.engine.memory import give_back_memory
+from spartito.engine.memory_check import give_back_memory
+from spartito.engine.meta_models import is_unmade, make_buffers, make_parameters
 from spartito.engine.optimizers import unwrap
-from spartito.engine.unmade import is_unmade, make_buffers, make_parameters
 from spartito.errors import UserError
 from spartito.log import note
 from spartito.mesh.axes import DATA, PIPELINE, Mesh
@@ -36,8 +36,8 @@ from spartito.pipeline.schedules import Shape
 from spartito.pipeline.split import Start
 from spartito.steps.computation import Evaluated, WholeModel, no_rows, of_spare_rows, without_loss
 from spartito.steps.groups import AXIS, LAYERS
-from spartito.steps.pair import Pair, tensors_of
 from spartito.steps.parts import Exchange, Prepared, Settings, State
+from spartito.steps.prepared import Pair, tensors_of
 from spartito.steps.stage_passes import (
     StagePasses,
     draws,

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito import heartbeat
-from spartito.checkpoint.plan import Local
-from spartito.checkpoint.saved import Saved
+from spartito.checkpoint.saved_state import Saved
 from spartito.checkpoint.saving import Copies, Tasks, Unwritten, gather_together, save_together
+from spartito.checkpoint.write_plan import Local
 from spartito.cluster.spec import NO_RANK, ClusterSpec, Task
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
@@ -35,12 +35,13 @@ from spartito.engine.batchnorm import (
     synchronize_batchnorm,
 )
 from spartito.engine.checksum import ROUNDING, DriftedError
-from spartito.engine.context import StepContext, enter
 from spartito.engine.denormals import Denormals, flushed
 from spartito.engine.devices import divide_cores
 from spartito.engine.gradients import Number
 from spartito.engine.loss import LossFunction, weigh
-from spartito.engine.memory import check_memory
+from spartito.engine.memory_check import check_memory
+from spartito.engine.meta_models import is_unmade, making, plan_values
+from spartito.engine.optimizer_step import ask_before_steps, stepped_apart, stop_asking
 from spartito.engine.optimizers import (
     NoOptimizer,
     OptimizerLike,
@@ -58,21 +59,20 @@ from spartito.engine.optimizers import (
 )
 from spartito.engine.precision import choose_precision, convert, make_loss_scale
 from spartito.engine.randomness import globalize
-from spartito.engine.sharding.hidden import asleep
-from spartito.engine.stepping import ask_before_steps, stepped_apart, stop_asking
-from spartito.engine.unmade import is_unmade, making, plan_values
+from spartito.engine.sharding.hidden_parameters import asleep
+from spartito.engine.step_context import StepContext, enter
 from spartito.errors import SpartitoError, UserError
-from spartito.local.joined import JoinedGroups
-from spartito.local.values import Replicas, Values
 from spartito.log import warn
 from spartito.names import nearest
+from spartito.outer.group_values import Replicas, Values
+from spartito.outer.joined_groups import JoinedGroups
+from spartito.steps.batches import Placed, Together
 from spartito.steps.coordination import Coordination
 from spartito.steps.distributed import Distributed, StepResult
 from spartito.steps.groups import Groups
-from spartito.steps.pair import Pair, check_taken, check_unchanged, take, tensors_of
 from spartito.steps.parts import Parts, Settings, State
-from spartito.steps.sharing import Placed, Together
-from spartito.steps.states import (
+from spartito.steps.prepared import Pair, check_taken, check_unchanged, take, tensors_of
+from spartito.steps.state_parts import (
     load_model,
     names_here,
     saved_gradients,

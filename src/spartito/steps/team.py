@@ -17,8 +17,8 @@ from spartito.errors import TaskLostError
 from spartito.registry import strategy_info, strategy_names
 from spartito.steps.coordination import Coordination, SynchronousCoordination
 from spartito.steps.groups import Groups
-from spartito.steps.outer import EveryStep, Outer
-from spartito.steps.pair import Pairs
+from spartito.steps.outer_loop import EveryStep, Outer
+from spartito.steps.prepared import Pairs
 from spartito.steps.topology import OneShardEach, Topology
 
 if TYPE_CHECKING:

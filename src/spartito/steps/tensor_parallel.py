@@ -12,30 +12,30 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spartito.checkpoint.boxes import Cut
-from spartito.checkpoint.saved import Saved
+from spartito.checkpoint.cuts import Cut
+from spartito.checkpoint.saved_state import Saved
 from spartito.collectives.collective import Traffic
-from spartito.engine.averages import watch_averages
+from spartito.engine.averaged_models import watch_averages
 from spartito.engine.buffers import shared_buffers
 from spartito.engine.checksum import checksum, different, outliers
-from spartito.engine.divided import ELEMENTWISE
+from spartito.engine.divided_update import ELEMENTWISE
 from spartito.engine.gradients import PackedGradients
+from spartito.engine.meta_models import told
 from spartito.engine.optimizers import has_sparse_gradients, optimizer_parameters, unwrap
-from spartito.engine.unmade import told
 from spartito.errors import UserError
 from spartito.log import warn
-from spartito.mesh import apply
+from spartito.mesh import placing
 from spartito.mesh.axes import PIPELINE, Mesh
 from spartito.mesh.collectives import Axis, summing_at_end
 from spartito.mesh.describe import Description, describe, describe_tensors
 from spartito.mesh.layout import DEFAULT, Layout
-from spartito.mesh.shown import inside, saving
+from spartito.mesh.showing_modules import inside, saving
 from spartito.names import divisors
 from spartito.steps.computation import WholeModel
 from spartito.steps.coordination import SynchronousCoordination
 from spartito.steps.groups import AXIS, LAYERS, send
-from spartito.steps.pair import Pair
 from spartito.steps.parts import Exchange, Prepared, Settings, State
+from spartito.steps.prepared import Pair
 from spartito.steps.team import Team
 
 Rules = Sequence[tuple[str, Any]]
@@ -114,8 +114,8 @@ class TensorParallel:
                 "Gradients of shards are dense tensors: build the Embedding with sparse=False.",
             )
         here = self.mesh.coordinates(self._team.tasks.rank)
-        apply.check_same(own, self.mesh.axes, here)
-        apply.hide(own)  # what a strategy before has shown
+        placing.check_same(own, self.mesh.axes, here)
+        placing.hide(own)  # what a strategy before has shown
         self._plan(own)
         watch_averages()
 
@@ -136,14 +136,14 @@ class TensorParallel:
             tensors: Parameters and buffers of it.
         """
         own, groups = unwrap(model), self._team.groups
-        known, tensors = apply.specs_of(own), [each for each in tensors if not each.is_meta]
+        known, tensors = placing.specs_of(own), [each for each in tensors if not each.is_meta]
         cut = [tensor for tensor in tensors if id(tensor) in known]
         rest = [tensor for tensor in tensors if id(tensor) not in known]
         with self._team.coordination.during("prepare"):
             send(groups.data, cut)  # by those that have the same shards
             send(groups.world, rest)
         if known:
-            apply.show(own, known, self._axes)
+            placing.show(own, known, self._axes)
         elif len(tensors) == len(list(own.parameters())) + len(list(own.buffers())):
             self._cut(own, Tensor.detach)
         if (layers := groups[LAYERS]).world_size > 1:
@@ -172,7 +172,7 @@ class TensorParallel:
         Raises:
             UserError: The optimizer may look at whole parameters.
         """
-        specs, axes = apply.specs_of(model), self._axes
+        specs, axes = placing.specs_of(model), self._axes
         kind = type(optimizer)
         for parameter in optimizer_parameters(optimizer):
             how = specs.get(id(parameter))
@@ -187,7 +187,7 @@ class TensorParallel:
             shape = how.global_shape(parameter.shape, self.mesh.axes)
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.shape == shape:
-                    optimizer.state[parameter][key] = apply.shard_of(value, how, axes)
+                    optimizer.state[parameter][key] = placing.shard_of(value, how, axes)
 
     def prepared(self, pair: Pair, couple: Callable[[Pair], None]) -> None:
         """As `Placement.prepared`: at once."""
@@ -195,7 +195,7 @@ class TensorParallel:
 
     def fractions(self, pair: Pair, parameters: Sequence[nn.Parameter]) -> list[float]:
         """As `Placement.fractions`."""
-        specs = apply.specs_of(unwrap(pair.model))
+        specs = placing.specs_of(unwrap(pair.model))
         together = self._team.groups[LAYERS].world_size
         cut = [specs.get(id(parameter)) for parameter in parameters]
         shards = [math.prod(self.mesh.axes[a] for a in how.axes) if how else 1 for how in cut]
@@ -217,7 +217,7 @@ class TensorParallel:
     def cuts(self, pair: Pair, section: str) -> Mapping[str, Cut]:
         """As `Held.cuts`."""
         model = unwrap(pair.model)
-        specs, here = apply.specs_of(model), self.mesh.coordinates(self._team.tasks.rank)
+        specs, here = placing.specs_of(model), self.mesh.coordinates(self._team.tasks.rank)
         tensors = (
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
@@ -226,7 +226,7 @@ class TensorParallel:
         for name, tensor in tensors:
             if (how := specs.get(id(tensor))) is not None and not tensor.is_meta:
                 shape = how.global_shape(tensor.shape, self.mesh.axes)
-                found[name] = apply.SpecCut(shape, how, self.mesh.axes, here)
+                found[name] = placing.SpecCut(shape, how, self.mesh.axes, here)
         return found
 
     def owned(self, pair: Pair) -> set[str] | None:
@@ -262,8 +262,8 @@ class TensorParallel:
         """From how many bytes on a sum stays cut by rows."""
         return math.inf if PIPELINE in self.mesh.axes else self.layout.rows_from(axis)
 
-    def _plan(self, model: nn.Module) -> dict[str, apply.Placed]:
-        return apply.plan(model, self.layout, self._names, self._strict)
+    def _plan(self, model: nn.Module) -> dict[str, placing.Placed]:
+        return placing.plan(model, self.layout, self._names, self._strict)
 
     def _cut(self, model: nn.Module, whole: Callable[[Tensor], Tensor]) -> None:
         """Leave this task its shards of what ``whole`` gives for each tensor."""
@@ -272,16 +272,16 @@ class TensorParallel:
         if team.is_chief and team.groups[LAYERS].world_size > 1:
             self.agreement.layout = describe_tensors(model, planned, self.layout).figures()
         with team.coordination.during("prepare"):
-            apply.cut(model, planned, self._axes, whole)
+            placing.cut(model, planned, self._axes, whole)
 
-    def _say(self, planned: Mapping[str, apply.Placed]) -> None:
+    def _say(self, planned: Mapping[str, placing.Placed]) -> None:
         """Tell what stays whole though a rule is about it."""
         uneven = [placed for placed in planned.values() if placed.uneven]
         if uneven and self._team.is_chief:
             warn(
                 "%d tensors stay whole where they do not divide: %s",
                 len(uneven),
-                "; ".join(apply.does_not_divide(one, self.layout) for one in uneven[:3]),
+                "; ".join(placing.does_not_divide(one, self.layout) for one in uneven[:3]),
             )
         is_whole = all(placed.spec.is_replicated for placed in planned.values())
         if is_whole and self._team.is_chief and self._team.groups[LAYERS].world_size > 1:
@@ -319,7 +319,7 @@ class MeshAgreement:
         """As `Agreement.compare`."""
         team, group = self._team, self._team.groups[LAYERS]
         models = [unwrap(pair.model) for pair in team.pairs.all]
-        specs = {key for model in models for key in apply.specs_of(model)}
+        specs = {key for model in models for key in placing.specs_of(model)}
         coordination = _synchronous(team)
         common = [each for each in coordination.parameters() if id(each) not in specs]
         coordination.compare_in(group, common, order)
@@ -339,7 +339,7 @@ class MeshAgreement:
         team = self._team
         for pair in team.pairs.all:
             model = unwrap(pair.model)
-            own = shared_buffers(model, without=apply.specs_of(model))
+            own = shared_buffers(model, without=placing.specs_of(model))
             is_strict = pair.randomness is not None
             _synchronous(team).settle_buffers(team.groups[LAYERS], own, is_strict)
 

@@ -28,7 +28,7 @@ from spartito.errors import UserError
 from spartito.registry import OF_THE_JOB, strategy_info
 from spartito.steps.coordination import Coordination
 from spartito.steps.distributed import Distributed, StepResult
-from spartito.steps.outer import Outer
+from spartito.steps.outer_loop import Outer
 from spartito.steps.parts import Parts
 from spartito.steps.recovery import chosen_recovery
 from spartito.steps.step import Step

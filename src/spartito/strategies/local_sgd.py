@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from spartito.declared import Declared
 from spartito.errors import UserError
-from spartito.local import sending
-from spartito.local.outer import Average, choose
-from spartito.local.outer import Outer as OuterOptimizer
-from spartito.local.plan import TOKENS, Asked, Sites, check_weights, updates_between
-from spartito.local.turns import turns_of
+from spartito.outer import delta_exchange
+from spartito.outer.fragment_schedule import turns_of
+from spartito.outer.groups import TOKENS, Asked, Sites, check_weights, updates_between
+from spartito.outer.optimizer import Average, choose
+from spartito.outer.optimizer import Outer as OuterOptimizer
 from spartito.registry import strategy_info
-from spartito.steps.grouping import Grouping
+from spartito.steps.group_topology import Grouping
 from spartito.steps.local_sgd import LocalSGD
-from spartito.steps.outer import Outer
+from spartito.steps.outer_loop import Outer
 from spartito.steps.parts import Parts
 from spartito.steps.step import Step
 from spartito.steps.team import Team
@@ -83,8 +83,8 @@ class LocalSGDStrategy(Strategy):
                 f"overlap={self.overlap!r}, mixing={self.mixing!r} with sites",
                 "Sites wait for their meetings: leave one of them out.",
             )
-        outer, exchange = choose(self.outer), sending.choose(self.compress)
-        self.__dict__["_loop"] = (every, turns, outer, self.weights, exchange)
+        outer, sums = choose(self.outer), delta_exchange.choose(self.compress)
+        self.__dict__["_loop"] = (every, turns, outer, self.weights, sums)
 
     def parts(self, team: Team) -> Parts:
         """As `Strategy.parts`.

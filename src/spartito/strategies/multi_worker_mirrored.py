@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spartito.engine.compression import Compress
-from spartito.engine.overlap import BUCKET
+from spartito.engine.streamed_gradients import BUCKET
 from spartito.steps.all_reduce import AllReduce
 from spartito.steps.parts import Parts
 from spartito.steps.replicated import replicas

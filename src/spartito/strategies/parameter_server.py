@@ -10,17 +10,17 @@ import torch
 from spartito.cluster.limits import time_limit
 from spartito.cluster.recovery import Recovery
 from spartito.engine.devices import choose_device
-from spartito.local.outer import Outer
-from spartito.local.plan import TOKENS, Asked
+from spartito.outer.groups import TOKENS, Asked
+from spartito.outer.optimizer import Outer
 from spartito.ps.job import Options
 from spartito.ps.protocol.codec import check_wire_dtype
 from spartito.ps.protocol.rules import Rules
 from spartito.steps.computation import WholeModel
-from spartito.steps.decoupled import EVERY, Apart
-from spartito.steps.outer import Outer as OuterLoop
+from spartito.steps.outer_loop import Outer as OuterLoop
 from spartito.steps.parts import Parts
 from spartito.steps.replicated import Replicated
-from spartito.steps.served import Push, ServedStep, ServedTeam, Service, watching
+from spartito.steps.servers.groups import EVERY, Apart
+from spartito.steps.servers.step import Push, ServedStep, ServedTeam, Service, watching
 from spartito.steps.step import Step
 from spartito.steps.team import Team
 from spartito.steps.topology import OneShardEach

@@ -16,8 +16,8 @@ from spartito.steps.coordination import Coordination
 from spartito.strategies import Strategy
 from spartito.training.history import History
 from spartito.training.metrics import Metric
-from spartito.training.modes import Modes
 from spartito.training.preemption import Notice
+from spartito.training.train_modes import Modes
 
 if TYPE_CHECKING:
     from spartito.training.nonfinite import Skips

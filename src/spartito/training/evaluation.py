@@ -17,12 +17,12 @@ from spartito.errors import UserError
 from spartito.heartbeat import EVALUATE, beat
 from spartito.log import warn
 from spartito.strategies import Strategy
-from spartito.training.blame import note_batch
+from spartito.training.batch_blame import note_batch
 from spartito.training.callback import Callback, hooks
-from spartito.training.clock import StepLogs
+from spartito.training.loops.clock import StepLogs
 from spartito.training.metrics import Metric
 from spartito.training.metrics.gathering import MetricSet, computed
-from spartito.training.modes import evaluating
+from spartito.training.train_modes import evaluating
 
 
 class Evaluation:

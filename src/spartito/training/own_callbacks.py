@@ -13,7 +13,7 @@ from spartito.training.callbacks.progress_bar import ProgressBar
 from spartito.training.evaluator import first_checkpoint, own_checkpoint
 from spartito.training.heartbeat import Heartbeat
 from spartito.training.nonfinite import IGNORE, NonFinite
-from spartito.training.outputs import take_outputs
+from spartito.training.output_folders import take_outputs
 from spartito.training.run_folder import RunFolder
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from spartito.errors import PreemptedError, UserError
 from spartito.log import warn
-from spartito.steps.ending import PREEMPTING, Again, die_of, is_caught
+from spartito.steps.task_end import PREEMPTING, Again, die_of, is_caught
 
 POLL_SECONDS = 1.0
 """Between two looks for a notice."""

@@ -11,8 +11,8 @@ from spartito.data.dataset import Dataset
 from spartito.engine.optimizers import unwrap
 from spartito.errors import UserError
 from spartito.steps.coordination import Coordination
+from spartito.training.backups.identity import EXAMPLES, OPTIONS, sample
 from spartito.training.callback import Callback
-from spartito.training.sameness import EXAMPLES, OPTIONS, sample
 
 if TYPE_CHECKING:
     from spartito.training.trainer import Trainer

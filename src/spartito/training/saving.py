@@ -19,8 +19,8 @@ from spartito.log import warn
 from spartito.storage.atomic import writable, write_directory
 from spartito.storage.tensors import copied
 from spartito.training.callback import Callback
-from spartito.training.refusals import Destination, reason_of
 from spartito.training.schedule import scheduler_state
+from spartito.training.write_refusals import Destination, reason_of
 
 if TYPE_CHECKING:
     from spartito.training.trainer import Trainer

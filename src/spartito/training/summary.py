@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from spartito.engine.optimizers import whole_shape
 from spartito.errors import UserError
-from spartito.training.modes import evaluating
+from spartito.training.train_modes import evaluating
 
 Shapes = Mapping[str, str]
 

@@ -21,28 +21,28 @@ from spartito.log import note, warn
 from spartito.storage.tensors import check_storable
 from spartito.strategies import Strategy, job_strategy
 from spartito.training.arguments import asked_epochs, known_names
+from spartito.training.backups.identity import options_of
 from spartito.training.callback import Callback, check_given
 from spartito.training.callbacks.backup_and_restore import BackupAndRestore
 from spartito.training.evaluation import Evaluation
+from spartito.training.evaluation_figures import Figures
 from spartito.training.evaluator import check_callbacks, first_checkpoint, follow, own_checkpoint
-from spartito.training.figures import Figures
 from spartito.training.history import History
-from spartito.training.loop import TrainingLoop
-from spartito.training.loops import make_loop
+from spartito.training.loops.choice import make_loop
+from spartito.training.loops.training_loop import TrainingLoop
 from spartito.training.metrics.names import MetricLike, make_metrics
-from spartito.training.modes import Modes, evaluating
 from spartito.training.nonfinite import Skips, checked
-from spartito.training.outputs import held_outputs
+from spartito.training.output_folders import held_outputs
 from spartito.training.own_callbacks import with_own
-from spartito.training.pairs import with_its_pair
 from spartito.training.predictions import predicted
 from spartito.training.preemption import Notice
-from spartito.training.refusals import what_is_lost
 from spartito.training.resume import find_together, restore, trained_on
 from spartito.training.run_folder import RunFolder, check_task
-from spartito.training.sameness import options_of
 from spartito.training.saving import Saves
 from spartito.training.schedule import Schedule, SchedulerLike, make_scheduler
+from spartito.training.shared_strategies import with_its_pair
+from spartito.training.train_modes import Modes, evaluating
+from spartito.training.write_refusals import what_is_lost
 
 
 class Trainer:

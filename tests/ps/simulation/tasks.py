@@ -56,7 +56,7 @@ from spartito.ps.server.server import Server
 from spartito.ps.server.shard import Shard
 from spartito.ps.server.store import Store
 from spartito.ps.server.update_log import PushLog
-from spartito.steps.pusher import Pusher, WorkPosition
+from spartito.steps.servers.push import Pusher, WorkPosition
 from tests.ps.simulation.disks import Disk, DiskSnapshot, MemoryJournal
 from tests.ps.simulation.scheduler import Process
 from tests.ps.simulation.state import Model, State

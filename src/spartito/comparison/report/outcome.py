@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spartito.report.ends import COMPLETE, NOT_FINITE, STOPPED
 from spartito.report.figures import VALIDATION, figure, label, number
+from spartito.report.run_ends import COMPLETE, NOT_FINITE, STOPPED
 
 DONE, FAILED, DIVERGED, UNFINISHED = "done", "failed", "diverged", "unfinished"
 VERBS = {FAILED: "failed", DIVERGED: "diverged", UNFINISHED: "did not finish"}

@@ -18,7 +18,7 @@ from spartito.launch.containers.engine import ASK_SECONDS, Engine, TaskState, ru
 from spartito.launch.containers.file import JobFile, read_job
 from spartito.launch.containers.secret import make_secret
 from spartito.launch.containers.watch import say
-from spartito.launch.written import dump
+from spartito.launch.yaml_text import dump
 
 START_SECONDS = 30.0
 """How long after its time limit a doctor may end: a fraction of a CPU starts Python slowly."""

@@ -18,9 +18,9 @@ from spartito.doctor.report import show
 from spartito.errors import EXIT_TASK_LOST, UserError
 from spartito.launch.hosts.job import Hosts
 from spartito.launch.job import JobSpec, Program
-from spartito.launch.local import Position, environments
-from spartito.launch.process import Patience, Process
-from spartito.launch.supervisor import supervise
+from spartito.launch.processes.local import Position, environments
+from spartito.launch.processes.process import Patience, Process
+from spartito.launch.processes.supervisor import supervise
 from spartito.names import ENV_SNAPSHOT_DIR
 from spartito.wire.ports import free_port
 from spartito.wire.secret import with_secret

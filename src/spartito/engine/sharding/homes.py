@@ -15,10 +15,10 @@ from spartito.collectives.collective import Collective
 from spartito.collectives.pages import PAGE, PrivatePages
 from spartito.collectives.segment import Segment
 from spartito.engine.checksum import OTHER_VALUES, checksum, different, outliers
+from spartito.engine.meta_models import make
+from spartito.engine.sharding.block_transport import Stage
 from spartito.engine.sharding.blocks import Layout, Members, Section
-from spartito.engine.sharding.hidden import cover, no_copies, uncover
-from spartito.engine.sharding.stage import Stage
-from spartito.engine.unmade import make
+from spartito.engine.sharding.hidden_parameters import cover, no_copies, uncover
 from spartito.errors import UserError
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from spartito.launch.clouds.plan import Nodes, text_of
 from spartito.launch.fetch import path_of
 from spartito.launch.images import names_no_registry
-from spartito.launch.written import List, Row
+from spartito.launch.yaml_text import List, Row
 from spartito.names import ENV_RUN_DIR, ENV_SECRET
 
 FETCHED = "/tmp/data"

@@ -15,17 +15,17 @@ from spartito.launch.clouds.package import asked_package, installed_package, of_
 from spartito.launch.clouds.plan import Data, Nodes
 from spartito.launch.containers.plan import IMAGE
 from spartito.launch.fetch import SCHEMES, parse_url
-from spartito.launch.images import check_image
-from spartito.launch.job import JobSpec, check_folders_of_recipe, option
-from spartito.launch.kubernetes.values import check_memory, quantity
-from spartito.launch.planned import (
+from spartito.launch.file_plan import (
     check_apart,
     check_text,
     folder_here,
     name_of,
     print_file,
 )
-from spartito.launch.roles import Roles
+from spartito.launch.images import check_image
+from spartito.launch.job import JobSpec, check_folders_of_recipe, option
+from spartito.launch.kubernetes.values import check_memory, quantity
+from spartito.launch.processes.roles import Roles
 from spartito.launch.target import check_folder, named_here
 
 BUCKETS = ("s3", "gs", "r2", "cos", "oci", "nebius", "coreweave")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from spartito.cluster.listed import ENV_CHIEF, ENV_EVALUATOR, ENV_PS
-from spartito.launch.local import RUNTIME
-from spartito.launch.planned import Planned
-from spartito.launch.written import comment, commented
+from spartito.cluster.address_list import ENV_CHIEF, ENV_EVALUATOR, ENV_PS
+from spartito.launch.file_plan import Planned
+from spartito.launch.processes.local import RUNTIME
+from spartito.launch.yaml_text import comment, commented
 from spartito.names import ENV_PORTS, ENV_RESUME, ENV_SNAPSHOT_DIR
 
 

@@ -10,7 +10,7 @@ from spartito.errors import EXIT_PREEMPTED
 from spartito.launch.clouds.package import is_wheel, of_no_index
 from spartito.launch.clouds.plan import Nodes, text_of
 from spartito.launch.fetch import path_of
-from spartito.launch.written import Block, List, Row
+from spartito.launch.yaml_text import Block, List, Row
 from spartito.names import ENV_RUN_DIR, ENV_SECRET, ENV_SNAPSHOT_DIR
 
 HOME = "~/spartito-env"

@@ -13,9 +13,9 @@ from spartito.errors import UserError
 from spartito.launch.containers.file import RESTARTS_LABEL, SECRET
 from spartito.launch.containers.plan import STORE, Containers, service
 from spartito.launch.containers.secret import secret_name, write_secret
-from spartito.launch.local import RUNTIME
-from spartito.launch.planned import print_file
-from spartito.launch.written import MERGE, Anchored, List, Row, dump
+from spartito.launch.file_plan import print_file
+from spartito.launch.processes.local import RUNTIME
+from spartito.launch.yaml_text import MERGE, Anchored, List, Row, dump
 from spartito.names import (
     ENV_PORTS,
     ENV_RECOVERY,

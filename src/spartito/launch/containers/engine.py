@@ -18,7 +18,7 @@ from typing import Any
 from spartito.errors import SpartitoError, UserError
 from spartito.launch.containers.compose import STOP_SECONDS
 from spartito.launch.containers.file import JobFile
-from spartito.launch.interrupts import interrupts_held
+from spartito.launch.processes.interrupts import interrupts_held
 
 ASK_SECONDS = 30.0
 """How long a query of the engine may take."""

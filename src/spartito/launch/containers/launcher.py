@@ -22,12 +22,12 @@ from spartito.launch.containers.plan import (
     Network,
     memory_bytes,
 )
+from spartito.launch.file_plan import check_text
 from spartito.launch.hosts.names import parse_hosts
 from spartito.launch.images import check_image
 from spartito.launch.job import JobSpec, check_folders_of_recipe, option
-from spartito.launch.planned import check_text
-from spartito.launch.recovering import Recovering
-from spartito.launch.roles import Roles
+from spartito.launch.processes.roles import Roles
+from spartito.launch.recovery_options import Recovering
 from spartito.launch.target import check_folder, inside_here
 from spartito.registry import default_name, strategy_info
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import Task
 from spartito.errors import UserError
-from spartito.launch.planned import Planned
-from spartito.launch.roles import RESTARTS
+from spartito.launch.file_plan import Planned
+from spartito.launch.processes.roles import RESTARTS
 
 IMAGE = "spartito"
 PORT = 29500

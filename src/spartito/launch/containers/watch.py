@@ -16,7 +16,7 @@ from types import MappingProxyType
 from spartito.errors import EXIT_PREEMPTED, EXIT_TASK_LOST
 from spartito.launch.containers.engine import Engine, TaskState
 from spartito.launch.containers.file import JobFile
-from spartito.launch.output import Sink, binary, prefixed
+from spartito.launch.processes.output import Sink, binary, prefixed
 
 LOOK_SECONDS = 2.0
 """How often we look how the containers go, when none of them has ended."""

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from spartito.cluster import resolve, tf_config, torchrun
 from spartito.cluster.limits import notice_limit, time_limit
 from spartito.device import memory_kills
-from spartito.launch.heartbeats import Heartbeats
-from spartito.launch.process import out_of_memory
-from spartito.launch.reaper import Reaper, die_with_parent
+from spartito.launch.processes.heartbeats import Heartbeats
+from spartito.launch.processes.process import out_of_memory
+from spartito.launch.processes.reaper import Reaper, die_with_parent
 from spartito.names import ENV_RECOVERY, ENV_SECRET, ENV_SECRET_FILE, ENV_STORE
 
 HEARTBEAT = 5.0

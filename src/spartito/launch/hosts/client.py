@@ -21,8 +21,8 @@ from contextlib import suppress
 from types import FrameType
 
 from spartito.launch.hosts.agent import HEARTBEAT, OF_SSH, first_line
-from spartito.launch.process import AGAIN
-from spartito.launch.reaper import die_with_parent
+from spartito.launch.processes.process import AGAIN
+from spartito.launch.processes.reaper import die_with_parent
 from spartito.names import ENV_SECRET
 from spartito.wire.secret import read_secret
 

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from spartito.device import available_cores
 from spartito.errors import UserError
-from spartito.launch.gpus import count_gpus
+from spartito.launch.processes.gpus import count_gpus
 from spartito.launch.target import check_program
 from spartito.wire.interfaces import addresses_of
 

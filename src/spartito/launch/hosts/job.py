@@ -17,10 +17,10 @@ from spartito.launch.hosts.names import Host
 from spartito.launch.hosts.plan import MEMBERSHIP, PORT, Plan, check_passed
 from spartito.launch.hosts.ssh import Ssh, parse_ssh
 from spartito.launch.job import JobSpec, option
-from spartito.launch.keeping import kept_store
-from spartito.launch.local import check_number, snapshots
-from spartito.launch.processes import Processes
-from spartito.launch.supervisor import supervise
+from spartito.launch.processes.launcher import Processes
+from spartito.launch.processes.local import check_number, snapshots
+from spartito.launch.processes.supervisor import supervise
+from spartito.launch.store_keeper import kept_store
 from spartito.names import ENV_NOTICE, ENV_PORTS, ENV_SNAPSHOT_DIR, ENV_STORE
 from spartito.wire.addresses import is_loopback
 from spartito.wire.interfaces import own_address

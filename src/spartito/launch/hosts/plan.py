@@ -7,15 +7,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from spartito.cluster import tf_config, torchrun
-from spartito.cluster.listed import ENV_ADDRESS
+from spartito.cluster.address_list import ENV_ADDRESS
 from spartito.cluster.spec import Task
 from spartito.errors import UserError
 from spartito.launch.hosts import agent, client
 from spartito.launch.hosts.names import Host
 from spartito.launch.hosts.ssh import Ssh
-from spartito.launch.local import RUNTIME, Position, defaults, environments
-from spartito.launch.process import Process, process_of
-from spartito.launch.roles import Roles, task_environment
+from spartito.launch.processes.local import RUNTIME, Position, defaults, environments
+from spartito.launch.processes.process import Process, process_of
+from spartito.launch.processes.roles import Roles, task_environment
 from spartito.names import ENV_SECRET, ENV_SECRET_FILE
 from spartito.wire.addresses import address
 

@@ -12,7 +12,7 @@ from tempfile import TemporaryFile
 from typing import IO
 
 from spartito.errors import UserError
-from spartito.launch.reaper import die_with_parent
+from spartito.launch.processes.reaper import die_with_parent
 from spartito.launch.target import quoted
 
 OPTIONS = (

@@ -9,7 +9,7 @@ from spartito.launch.images import names_no_registry
 from spartito.launch.kubernetes.objects import INSTANCE, claim, objects
 from spartito.launch.kubernetes.plan import Pods
 from spartito.launch.kubernetes.values import quantity
-from spartito.launch.written import comment, commented
+from spartito.launch.yaml_text import comment, commented
 
 KIND = {"job": "an Indexed Job", "jobset": "a JobSet", "trainjob": "a TrainJob"}
 ENDED = {"job": "job,service", "jobset": "jobset", "trainjob": "trainjob,trainingruntime"}

@@ -12,6 +12,13 @@ from spartito.cluster.recovery import Recovery
 from spartito.errors import UserError
 from spartito.launch.containers.plan import IMAGE
 from spartito.launch.fetch import SCHEMES, parse_url, path_of
+from spartito.launch.file_plan import (
+    check_apart,
+    check_text,
+    folder_here,
+    name_of,
+    print_file,
+)
 from spartito.launch.images import check_image
 from spartito.launch.job import JobSpec, check_folders_of_recipe, option
 from spartito.launch.kubernetes.file import image_of_nobody, job_file, needs
@@ -25,15 +32,8 @@ from spartito.launch.kubernetes.values import (
     check_name,
     quantity,
 )
-from spartito.launch.planned import (
-    check_apart,
-    check_text,
-    folder_here,
-    name_of,
-    print_file,
-)
-from spartito.launch.recovering import Recovering
-from spartito.launch.roles import RESTARTS, Roles
+from spartito.launch.processes.roles import RESTARTS, Roles
+from spartito.launch.recovery_options import Recovering
 from spartito.names import nearest
 
 MOST_SCRIPT = 1 << 20

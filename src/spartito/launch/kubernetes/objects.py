@@ -11,8 +11,8 @@ from spartito.cluster.tf_config import VARIABLE
 from spartito.errors import EXIT_PREEMPTED, EXIT_USER
 from spartito.launch.kubernetes.plan import INDEX, STORE, Pods
 from spartito.launch.kubernetes.values import quantity
-from spartito.launch.local import RUNTIME
-from spartito.launch.written import Block, List, Mode, Row
+from spartito.launch.processes.local import RUNTIME
+from spartito.launch.yaml_text import Block, List, Mode, Row
 from spartito.names import (
     ENV_RECOVERY,
     ENV_RESUME,

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import Task
-from spartito.launch.planned import Planned
-from spartito.launch.roles import RESTARTS
+from spartito.launch.file_plan import Planned
+from spartito.launch.processes.roles import RESTARTS
 from spartito.wire.addresses import address
 
 PORT = 29500

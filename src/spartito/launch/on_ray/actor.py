@@ -22,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from spartito.errors import UserError
-from spartito.launch import called
+from spartito.launch.functions import task
 from spartito.launch.hosts import agent
 from spartito.launch.target import check_program
 from spartito.wire.interfaces import own_name
@@ -96,7 +96,7 @@ class TaskActor:
         self._held.close()
         if call is not None:
             self._folder = self._folder or Path(tempfile.mkdtemp(prefix="spartito-"))
-            (self._folder / called.CALL).write_bytes(call)
+            (self._folder / task.CALL).write_bytes(call)
             argv = [*argv, str(self._folder)]
         words = agent.command([sys.executable, *argv], sys.executable)
         self._agent = subprocess.Popen(

@@ -13,17 +13,17 @@ from spartito.cluster.endpoints import port_range
 from spartito.cluster.limits import time_limit
 from spartito.cluster.spec import Task
 from spartito.errors import TaskLostError, UserError
+from spartito.launch.functions.outcome import Ending
 from spartito.launch.hosts.plan import check_passed, travelling
 from spartito.launch.job import JobSpec, option
-from spartito.launch.local import defaults
 from spartito.launch.on_ray.actor import Node, TaskActor, checksum_of, versions
 from spartito.launch.on_ray.following import Following
 from spartito.launch.on_ray.session import Ended, check_fits, connected, is_there, resources
-from spartito.launch.outcome import Ending
-from spartito.launch.process import process_of
-from spartito.launch.processes import Processes
-from spartito.launch.roles import Roles, task_environment
-from spartito.launch.supervisor import supervise
+from spartito.launch.processes.launcher import Processes
+from spartito.launch.processes.local import defaults
+from spartito.launch.processes.process import process_of
+from spartito.launch.processes.roles import Roles, task_environment
+from spartito.launch.processes.supervisor import supervise
 from spartito.names import ENV_NOTICE, ENV_SECRET
 from spartito.wire.addresses import address, is_loopback
 from spartito.wire.secret import read_secret, with_secret

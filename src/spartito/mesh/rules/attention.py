@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spartito.mesh.plan import NOTHING, axes_of, finished, moved, order, plan, spec_of
+from spartito.mesh.operand_plan import NOTHING, axes_of, finished, moved, order, plan, spec_of
 from spartito.mesh.rules.randoms import dropout_mask
-from spartito.mesh.sharded import Sharded, rule
+from spartito.mesh.sharded_tensor import Sharded, rule
 
 
 @rule(F.scaled_dot_product_attention)

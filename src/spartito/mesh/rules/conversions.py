@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spartito.errors import UserError
-from spartito.mesh.sharded import Sharded, like, local_of, rule, whole
+from spartito.mesh.sharded_tensor import Sharded, like, local_of, rule, whole
 
 _g: Any = Tensor
 

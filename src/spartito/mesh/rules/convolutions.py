@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spartito.mesh.plan import axes_of, finished, moved, plan, run, spec_of
+from spartito.mesh.operand_plan import axes_of, finished, moved, plan, run, spec_of
 from spartito.mesh.rules.reductions import along
 from spartito.mesh.rules.whole import compute_whole
-from spartito.mesh.sharded import Sharded, like, rule, uncut
+from spartito.mesh.sharded_tensor import Sharded, like, rule, uncut
 
 SPACE = "xyz"
 KERNEL = "uvw"

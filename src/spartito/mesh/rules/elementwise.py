@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spartito.mesh.plan import NOTHING, Plan, axes_of, finished, moved, order, plan, spec_of
+from spartito.mesh.operand_plan import NOTHING, Plan, axes_of, finished, moved, order, plan, spec_of
 from spartito.mesh.rules.whole import compute_whole
-from spartito.mesh.sharded import Sharded, made, rule
+from spartito.mesh.sharded_tensor import Sharded, made, rule
 from spartito.mesh.spec import Spec
 
 _NAMES = """

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spartito.mesh.plan import moved, order, plan, run, spec_of
+from spartito.mesh.operand_plan import moved, order, plan, run, spec_of
 from spartito.mesh.rules.elementwise import broadcast
 from spartito.mesh.rules.whole import compute_whole
-from spartito.mesh.sharded import Sharded, like, made, rule, uncut
+from spartito.mesh.sharded_tensor import Sharded, like, made, rule, uncut
 
 
 @rule(torch.cat, torch.concat, torch.concatenate)

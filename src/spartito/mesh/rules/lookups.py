@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spartito.errors import UserError
-from spartito.mesh.plan import Plan, order, run, summed
+from spartito.mesh.operand_plan import Plan, order, run, summed
 from spartito.mesh.rules.whole import compute_whole
-from spartito.mesh.sharded import Sharded, rule
+from spartito.mesh.sharded_tensor import Sharded, rule
 from spartito.mesh.spec import spec
 
 

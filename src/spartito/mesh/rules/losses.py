@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import _reduction as _Reduction
 
 from spartito.mesh import collectives
-from spartito.mesh.plan import order, run
+from spartito.mesh.operand_plan import order, run
 from spartito.mesh.rules.elementwise import broadcast
 from spartito.mesh.rules.whole import compute_whole
-from spartito.mesh.sharded import Sharded, made, rule, uncut
+from spartito.mesh.sharded_tensor import Sharded, made, rule, uncut
 
 
 def _reduced(each: Tensor, reduction: str) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spartito.mesh.rules.whole import compute_whole
-from spartito.mesh.sharded import rule, whole
+from spartito.mesh.sharded_tensor import rule, whole
 
 _functional: Any = F
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spartito.mesh.plan import axes_of, finished, moved, order, plan, run, spec_of
+from spartito.mesh.operand_plan import axes_of, finished, moved, order, plan, run, spec_of
 from spartito.mesh.rules.whole import compute_whole
-from spartito.mesh.sharded import made, rule, uncut, whole
+from spartito.mesh.sharded_tensor import made, rule, uncut, whole
 from spartito.mesh.spec import spec
 
 

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spartito.mesh.plan import NOTHING, axes_of, moved, order, plan, run, spec_of, summed
+from spartito.mesh.operand_plan import NOTHING, axes_of, moved, order, plan, run, spec_of, summed
 from spartito.mesh.rules.elementwise import broadcast
 from spartito.mesh.rules.whole import compute_whole
-from spartito.mesh.sharded import rule
+from spartito.mesh.sharded_tensor import rule
 
 
 @rule(F.linear, torch._C._nn.linear)

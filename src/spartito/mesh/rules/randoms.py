@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spartito.mesh.sharded import Sharded, like, local_of, rule
+from spartito.mesh.sharded_tensor import Sharded, like, local_of, rule
 
 
 def dropout_mask(

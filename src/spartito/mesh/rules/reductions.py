@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spartito.mesh.plan import order, run
+from spartito.mesh.operand_plan import order, run
 from spartito.mesh.rules.whole import compute_whole
-from spartito.mesh.sharded import Sharded, like, made, rule, uncut, whole
+from spartito.mesh.sharded_tensor import Sharded, like, made, rule, uncut, whole
 from spartito.mesh.spec import spec
 
 Dims = int | Sequence[int] | None

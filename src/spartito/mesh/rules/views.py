@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spartito.mesh.plan import order, run
+from spartito.mesh.operand_plan import order, run
 from spartito.mesh.rules.whole import compute_whole
-from spartito.mesh.sharded import Sharded, local_of, made, rule
+from spartito.mesh.sharded_tensor import Sharded, local_of, made, rule
 from spartito.mesh.spec import Spec, spec
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from spartito.errors import UserError
 from spartito.log import warn
-from spartito.mesh.copies import as_copies
-from spartito.mesh.sharded import Sharded, at, local_of, map_tensors
+from spartito.mesh.part_copies import as_copies
+from spartito.mesh.sharded_tensor import Sharded, at, local_of, map_tensors
 
 _said: set[tuple[str, str]] = set()
 

@@ -50,7 +50,7 @@ from spartito.ps.protocol.timetable import Timetable
 from spartito.ps.protocol.transfer import state_limit, state_messages
 from spartito.ps.server.host import Host
 from spartito.ps.server.loading import Loading, read_timetable
-from spartito.ps.server.sharing import share
+from spartito.ps.server.shared_link import share
 from spartito.wire.frames import Gone, ProtocolError, need
 from spartito.wire.limits import GREETING_SECONDS, LONG_HEADER
 

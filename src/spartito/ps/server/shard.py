@@ -12,7 +12,7 @@ from torch.optim import (
     Optimizer,
 )
 
-from spartito.engine import fused
+from spartito.engine import fused_update
 from spartito.ps.protocol.layout import Layout, Run, Span, runs, unused
 from spartito.ps.protocol.memory import allocate, apart, dtype_of, flat, is_mixed, is_summed, mix
 from spartito.ps.protocol.options import KERNELS, SETTINGS, set_options
@@ -40,8 +40,8 @@ class Shard:
         self._kept = [run for run in self.runs if not run.learns]
         self._parameters = [nn.Parameter(self._view(self.values, run)) for run in self.slots]
         self._close = True  # the optimizer's state lies where torch has put it
-        self._stepper = fused.Stepper()
-        self._prepared: dict[tuple[int, ...], list[fused.Prepared]] = {}
+        self._stepper = fused_update.Stepper()
+        self._prepared: dict[tuple[int, ...], list[fused_update.Prepared]] = {}
         self._rebind(tensors)
 
     def update(
@@ -94,7 +94,7 @@ class Shard:
             self._forget(new, absent)
         if self._close:
             self._spread()
-        elif not kept and (found := fused.prepare(self.optimizer)) is not None:
+        elif not kept and (found := fused_update.prepare(self.optimizer)) is not None:
             if len(self._prepared) == MOST_MEMORIES:
                 self._prepared.clear()
             self._prepared[push.data_ptr(), *absent] = found

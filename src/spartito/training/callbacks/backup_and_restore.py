@@ -17,19 +17,26 @@ from spartito.cluster.limits import time_limit
 from spartito.errors import UserError
 from spartito.folders import hold
 from spartito.log import note
-from spartito.steps.ending import PREEMPTING
+from spartito.steps.task_end import PREEMPTING
 from spartito.storage.atomic import read_manifest
-from spartito.storage.held import HeldStore
 from spartito.storage.remote import FsspecStore, is_remote, local_path
-from spartito.training import fits
+from spartito.storage.store_lock import HeldStore
 from spartito.training.arguments import known_names
-from spartito.training.backups import BACKUPS, OF, Backups, LocalBackups, check_training, folder_of
+from spartito.training.backups import fit_count
+from spartito.training.backups.fit_count import Fit
+from spartito.training.backups.folder import (
+    BACKUPS,
+    OF,
+    Backups,
+    LocalBackups,
+    check_training,
+    folder_of,
+)
+from spartito.training.backups.interval import NEVER, interval_of
+from spartito.training.backups.remote import RemoteBackups
 from spartito.training.callback import Callback, Logs
-from spartito.training.fits import Fit
 from spartito.training.history import History
-from spartito.training.interval import NEVER, interval_of
 from spartito.training.preemption import Notice, Preemption, Source, numbers_of
-from spartito.training.remote_backups import RemoteBackups
 
 if TYPE_CHECKING:
     from spartito.training.trainer import Trainer
@@ -162,11 +169,11 @@ class BackupAndRestore(Callback):
         """
         where = self._where
         if folder := local_path(where):  # also that of a store which lies in a file system
-            hold(folder, "backups", fits.HOLDER, inherits)
+            hold(folder, "backups", fit_count.HOLDER, inherits)
         if is_remote(where):
-            self._store = fits.hold_store(where, inherits)
+            self._store = fit_count.hold_store(where, inherits)
         if self._fit is None and inherits:
-            for fit in fits.adopt(where, self, self._number):
+            for fit in fit_count.adopt(where, self, self._number):
                 self._fit = self._kept(fit)
 
     def go_back(self) -> str:
@@ -245,7 +252,7 @@ class BackupAndRestore(Callback):
                 return ""
             if begins:
                 self.hold()
-                self._fit = self._kept(fits.take(self._where, self))
+                self._fit = self._kept(fit_count.take(self._where, self))
                 self._turn_to(self._fit.number)
             name = self.backups.newest()
             if not name:

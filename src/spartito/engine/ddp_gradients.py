@@ -1,0 +1,336 @@
+"""Gradients that torch's DistributedDataParallel reduces while backward still runs.
+
+The engine for GPUs, where NCCL's traffic hides behind the computation. On CPUs it runs on gloo.
+The first update is made without it, and shows whether all parameters get a gradient.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import add
+from typing import Any, cast
+from weakref import WeakMethod, ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from spartito.collectives.calls import encode
+from spartito.collectives.collective import Piggybacked, Reducer, add_piggybacked
+from spartito.collectives.lane import Work
+from spartito.collectives.process_group import ProcessGroupCollective, Scalars
+from spartito.engine.compression import Compression, Whole
+from spartito.engine.gradient_edits import rewriting
+from spartito.engine.gradients import (
+    Number,
+    PackedGradients,
+    different_batches,
+    quotient,
+    scale_gradients,
+)
+from spartito.engine.optimizers import Wrapper
+from spartito.errors import UserError
+
+_SETTLED = 3
+"""Forward passes after which DDP's buckets are what they stay."""
+
+
+class _Summing:
+    """Sums flat gradients over ``group``, as ``compression`` sends them.
+
+    On a GPU that runs on a stream of its own, beside the rest of backward.
+    """
+
+    def __init__(self, compression: Compression, group: ProcessGroupCollective) -> None:
+        self._compression, self._group = compression, group
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def of(self, parameters: Sequence[nn.Parameter], flat: Tensor) -> Work:
+        """What replaces ``flat``, the gradients of ``parameters``, by their sum."""
+        return self._compression.summing(parameters, self._group, flat)
+
+    def begin(self, bucket: GradBucket) -> Future[Tensor]:
+        """The mean, which DDP's backward passes want of each bucket that is complete."""
+        flat = bucket.buffer()
+        if not flat.is_cuda:
+            done: Future[Tensor] = Future()
+            self._average(bucket, done)
+            return done
+        if flat.device not in self._streams:
+            self._streams[flat.device] = torch.cuda.Stream(flat.device)
+        stream = self._streams[flat.device]
+        stream.wait_stream(torch.cuda.current_stream(flat.device))
+        with torch.cuda.stream(stream):
+            done = Future(devices=[flat.device])
+            self._average(bucket, done)
+        return done
+
+    def _average(self, bucket: GradBucket, done: Future[Tensor]) -> None:
+        self.of(cast(list[nn.Parameter], bucket.parameters()), bucket.buffer())()
+        done.set_result(bucket.buffer().div_(self._group.world_size))
+
+
+class _SummingReducer:
+    """The sum of gradients that DDP is not in charge of, sent as it would send them."""
+
+    def __init__(
+        self,
+        summing: _Summing,
+        parameters: Sequence[nn.Parameter],
+        group: ProcessGroupCollective,
+    ) -> None:
+        first, numel = parameters[0], sum(parameter.numel() for parameter in parameters)
+        self.input = self.output = first.new_zeros(numel)
+        self._add, self._group = summing.of(parameters, self.input), group
+        self._tag = encode("reduce", numel, first.dtype)
+
+    def reduce(self, piggybacked: Piggybacked, loss_divisor: float) -> Piggybacked:
+        """As `Reducer.reduce`."""
+        with self._group.current_call.call(self._tag):
+            total = self._group.synchronize(piggybacked)
+        self._add()
+        if total[0] and total[0] != loss_divisor:
+            self.output.mul_(loss_divisor / total[0])
+        return total
+
+
+class Overlapped(Wrapper):
+    """The user's ``module``, whose backward passes average gradients once `wrap` was called.
+
+    Buffers stay each replica's own, as under every strategy.
+    """
+
+    def __init__(self, module: nn.Module, group: ProcessGroupCollective) -> None:
+        super().__init__(module)
+        self._group = group
+        self._forwards = 0
+        self._parallel: list[DistributedDataParallel] = []  # in a list: it is no submodule
+        self.follow: Callable[[], Callable[[], None] | None] = lambda: None
+        """What to call before a forward pass with gradients."""
+        self.optimizer: Callable[[], Optimizer | None] = lambda: None
+        """Whose gradients these are."""
+        self.summing: _Summing | None = None
+        """What makes the means; None leaves it to DDP."""
+        self.finds_unused = False
+        """Whether parameters may go without a gradient."""
+        self.synchronizes = True
+        """Whether the next backward pass averages; not so while batches accumulate."""
+        self.averaged = False
+        """Whether gradients that wait were averaged."""
+        module.register_forward_hook(_as_dict)
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether backward passes average gradients."""
+        return bool(self._parallel)
+
+    def wrap(self, parameters: list[nn.Parameter], finds_unused: bool) -> None:
+        """Have backward passes average the gradients of ``parameters``; all replicas call it."""
+        kept = {id(parameter) for parameter in parameters}
+        names = [name for name, p in self.module.named_parameters() if id(p) not in kept]
+        self.module.__dict__["_ddp_params_and_buffers_to_ignore"] = names
+        self.finds_unused, self._forwards = finds_unused, 0
+        with warnings.catch_warnings():  # what is to replace broadcast_buffers does less
+            warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
+            self._parallel = [
+                DistributedDataParallel(
+                    self.module,
+                    process_group=self._group.process_group,
+                    broadcast_buffers=False,
+                    init_sync=False,  # all begin with the same; BatchNorm's statistics may differ
+                    find_unused_parameters=finds_unused,
+                    gradient_as_bucket_view=True,
+                )
+            ]
+        if (summing := self.summing) is not None:
+            self._parallel[0].register_comm_hook(None, lambda state, bucket: summing.begin(bucket))
+
+    def check_complete(self) -> None:
+        """Raise `UserError` where a backward pass that averages left parameters out.
+
+        Those have gradients all the same if batches before it used them: each replica's own.
+        """
+        try:
+            for parallel in self._parallel:
+                parallel._check_reducer_finalized()
+        except RuntimeError as error:
+            raise UserError(
+                "parameters got no gradient in the last batch of this update, and all did in the "
+                "first update",
+                "Give the strategy find_unused_parameters=True: it costs a search per step.",
+            ) from error
+
+    def unwrap(self) -> None:
+        """Leave gradients where they are again, and hold on to no process group."""
+        for parallel in self._parallel:
+            # Not DDP, which keeps the interpreter's lock, may be the last to hold the group.
+            held = parallel.process_group
+            vars(parallel).clear()  # at once: somebody may hold on to it
+            del held
+        self._parallel.clear()
+        self.averaged = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the user's module."""
+        follow = self.follow()
+        if torch.is_grad_enabled() and follow is not None:
+            follow()
+        if not self._parallel or not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        parallel = self._parallel[0]
+        self.averaged = self.averaged or self.synchronizes
+        if not self.synchronizes:
+            with parallel.no_sync():
+                return parallel(*args, **kwargs)
+        if self._forwards == _SETTLED:
+            return parallel(*args, **kwargs)
+        self._forwards += 1
+        self._group.barrier()  # DDP agrees on its buckets in here, and moves what waits there
+        with rewriting(self.optimizer()):
+            return parallel(*args, **kwargs)
+
+
+def _as_dict(model: nn.Module, given: Any, output: Any) -> Any:
+    """DDP looks for what was used in tuples and dicts, not in other mappings."""
+    return dict(output) if isinstance(output, Mapping) and not isinstance(output, dict) else output
+
+
+class OverlappedGradients(PackedGradients):
+    """Gradients that backward has averaged already; only the weights are left to agree on.
+
+    The first update is made as in `PackedGradients`, and so is one after other parameters learn.
+    Then DDP is given what learns, and looks for unused parameters in every step only where that
+    update had some on any replica, or where ``finds_unused`` says so.
+    """
+
+    _collective: ProcessGroupCollective
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        collective: ProcessGroupCollective,
+        model: Overlapped,
+        finds_unused: bool | None = None,
+        compression: Compression | None = None,
+    ) -> None:
+        self._model, self._finds_unused = model, finds_unused
+        self.compression = compression or Whole()
+        if not isinstance(self.compression, Whole):
+            model.summing = _Summing(self.compression, collective)
+        model.follow, model.optimizer = WeakMethod(self._follow), ref(optimizer)
+        self.shares = False
+        """Whether other optimizers have some of these parameters."""
+        self._is_measured = self._gave_up = False
+        self._earlier: Scalars | None = None
+        super().__init__(optimizer, collective)
+
+    def begin(self, loss_divisor: float) -> float:
+        """As `Gradients.begin`; backward begins once all replicas are about to."""
+        found = super().begin(loss_divisor)
+        if self._model.averaged and not self.parameters[0].is_cuda:
+            self._collective.barrier()  # gloo would wait there for one that is at another call
+        return found
+
+    def before_forward(self, is_last: bool, epoch: int) -> None:
+        """As `Gradients.before_forward`; batches that only accumulate exchange nothing."""
+        self.compression.epoch = epoch
+        self._model.synchronizes = is_last
+
+    def give_up_overlap(self) -> None:
+        """Reduce after backward from now on: another optimizer has some of these parameters too.
+
+        DDP has each gradient in memory of its own, so one of it can be in charge of a parameter.
+        """
+        self._gave_up = True
+        if self._model.is_wrapped:
+            self._plan()
+
+    def _follow(self) -> None:
+        """Give up DDP before a forward pass where other parameters learn than it was told."""
+        if not self.counts:
+            self.compression.undo()
+            self._model.averaged = False
+        self.refresh()
+        if self._model.is_wrapped and not all(p.requires_grad for p in self._wrapped):
+            self._plan()  # some were frozen: DDP would wait for their gradients
+
+    def _plan(self) -> None:
+        if self._model.averaged:
+            raise UserError(
+                "other parameters learn now than when this batch went through the model",
+                "Freeze and unfreeze between two batches.",
+            )
+        self._model.unwrap()
+        self._is_measured = False
+        super()._plan()
+
+    def _reducer(self, parameters: list[nn.Parameter]) -> Reducer:
+        """Updates without DDP send gradients in the same way."""
+        if (summing := self._model.summing) is not None:
+            return _SummingReducer(summing, parameters, self._collective)
+        return super()._reducer(parameters)
+
+    def discarding(self) -> AbstractContextManager[None]:
+        """The others' gradients may come by this pass too."""
+        return nullcontext() if self._model.averaged else super().discarding()
+
+    def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:
+        self.refresh()
+        if not self._model.averaged:  # the first update, or one of batches that only accumulated
+            if self._model.is_wrapped:
+                super()._plan()
+            weight, loss, others = super().reduce(piggybacked)
+            self._is_measured = True
+            self._updated()
+            return weight, loss, tuple(map(add, others, self._others(None, len(others))))
+        self._model.check_complete()
+        mine = float(self._collective.rank == 0) if self.normalized else self.weight
+        came = self._collective.gather_scalars((self.loss_divisor, mine, self.loss, *piggybacked))
+        _, weight, loss, *_ = came.sums
+        world = self._collective.world_size
+        scale_gradients(self.parameters, quotient(self.loss_divisor * world, weight))
+        self._updated()
+        return weight, loss, self._others(came, len(piggybacked))
+
+    def _updated(self) -> None:
+        self.compression.updated()
+        self._collective.traffic.compression_error = self.compression.error
+
+    def _others(self, came: Scalars | None, count: int) -> Piggybacked:
+        """The sums of the piggybacked scalars of the exchange before: so nobody waits for this one.
+
+        More than one comes in deterministic training only, which compares them at once.
+        """
+        earlier, self._earlier = self._earlier, came
+        if count > 1 and came is not None:
+            earlier, self._earlier = came, None
+        if earlier is None:
+            return (0.0,) * count
+        rows = earlier.rows()
+        if len({row[0] for row in rows}) > 1:
+            raise different_batches(rows[self._collective.rank][0])
+        return add_piggybacked([row[3:] for row in rows])
+
+    def clear(self) -> None:
+        """As `Gradients.clear`; then DDP takes over, with what the first update has shown."""
+        super().clear()
+        self.compression.undo()  # what was sent for no update
+        self._model.averaged = False
+        if not self._is_measured or self._gave_up:
+            return
+        if self._model.is_wrapped:
+            self._packs = []
+            return
+        learn = [parameter for parameter in self.parameters if parameter.requires_grad]
+        frozen = len(self.parameters) - len(learn)
+        found = self.absent != frozen * self._collective.world_size
+        finds = found if self._finds_unused is None else self._finds_unused
+        if not learn or (finds and self.shares):  # DDP would count what others' passes have used
+            return
+        self._packs, self._wrapped = [], learn
+        self._model.wrap(learn, finds)

@@ -1,0 +1,60 @@
+"""Graphs that begin at the loss: what it is divided by is told without gradients, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from spartito.engine.loss_means import ONE
+
+
+class BeginAtLosses(TorchFunctionMode):
+    """A block without gradients, in which a graph begins at the first loss of torch's.
+
+    So a model that computes its own loss tells what that was divided by in an evaluation too, and
+    keeps nothing of its layers.
+
+    Args:
+        size: How many examples the model gets.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+        self._had_gradients = torch.is_grad_enabled()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if func not in _LOSSES or not args or named.get("reduction") == "none":
+            return func(*args, **named)
+        if not self._had_gradients and not torch.is_grad_enabled():
+            torch.set_grad_enabled(True)  # also for what the loss is divided by later
+        first, *others = args
+        if not isinstance(first, Tensor) or first.requires_grad or not first.is_floating_point():
+            return func(*args, **named)
+        found = func(first.detach().requires_grad_(), *others, **named)
+        if isinstance(found, Tensor) and found.grad_fn is not None and self._is_one(first):
+            notes: Any = found.grad_fn.metadata
+            notes[ONE] = True
+        return found
+
+    def _is_one(self, scores: Tensor) -> bool:
+        """Whether they are those of one example, picked from all."""
+        base = scores._base
+        if base is None or not base.dim() or base.shape[0] % max(self._size, 1):
+            return False
+        return scores.numel() * self._size == base.numel()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.set_grad_enabled(self._had_gradients)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+
+_LOSSES = frozenset((functional.cross_entropy, functional.nll_loss))
+"""Those that count by themselves, whatever was picked for them before."""

@@ -1,0 +1,346 @@
+"""Gradients that are reduced block by block, each to the replicas that have its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from spartito.collectives.collective import Collective, Piggybacked
+from spartito.engine.divided_update import DividedUpdates, Span
+from spartito.engine.gradients import (
+    Accumulated,
+    Number,
+    different_batches,
+    refuse_sparse,
+)
+from spartito.engine.sharding.blocks import Section
+from spartito.engine.sharding.homes import Home, settle
+
+MANY = 1 << 20
+"""More than there are replicas: two counts travel as one number."""
+
+
+class ShardedGradients(DividedUpdates):
+    """Each replica keeps the sums of its shards; whole gradients wait in ``.grad`` until then.
+
+    Inside of `early` a block is reduced as soon as backward has its last gradient, and its
+    ``.grad`` go. All replicas do so in one order, the blocks' own from the last to the first: one
+    whose gradient is late, or does not come on some replica, holds up those behind it until the
+    backward pass ends. Elsewhere, as in a loop of the user's own, blocks are reduced in `reduce`.
+
+    ``homes`` has the block of each parameter by its id. ``owners`` have its shards; ``replicas``
+    are the tasks that have the same shards: their sums are added up once, in `reduce`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        collective: Collective,
+        homes: Mapping[int, Home],
+        owners: Collective,
+        replicas: Collective,
+        learned: Sequence[nn.Parameter] = (),
+    ) -> None:
+        self._homes, self._replicas = homes, replicas
+        self._hooks: list[RemovableHandle] = []
+        self._blocks: list[_Block] = []
+        self._is_early = self._discards = self._is_passing = False
+        self.are_met = False
+        """Whether all meet behind each update anyway."""
+        self._next = 0  # the block that is reduced next in this backward pass
+        self._used: set[int] = set()  # by id: had a gradient here since the last update
+        super().__init__(optimizer, collective, owners, learned)
+
+    @contextmanager
+    def early(self) -> Generator[None]:
+        """A block in which backward passes reduce what is ready."""
+        self._is_early = True
+        try:
+            yield
+        finally:
+            self._is_early = False
+
+    def begin(self, loss_divisor: float) -> float:
+        found = super().begin(loss_divisor)
+        if self._is_early:
+            self._is_passing, self._next = True, 0
+            for block in self._blocks:
+                block.missing = block.count
+        return found
+
+    def add(self, loss: Number, weight: Number) -> None:
+        super().add(loss, weight)
+        if self._is_passing:
+            self._reduce_until(len(self._blocks))
+            self._is_passing = False
+
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        self._discards = True
+        try:
+            with super().discarding():
+                yield
+        finally:
+            self._discards = False
+
+    def clear(self) -> None:
+        super().clear()
+        self._used.clear()
+        for block in self._blocks:
+            block.sums = None
+        for part in self._parts.values():
+            part.own.grad = None
+
+    @property
+    def _holds_any(self) -> bool:
+        return super()._holds_any or any(block.sums is not None for block in self._blocks)
+
+    def update(self, step: Callable[[], None]) -> None:
+        super().update(step)
+        for block in self._blocks:
+            block.home.publish()
+            block.home.updated()
+        if not self.are_met and any(block.home.is_shared for block in self._blocks):
+            self._owners.barrier()
+
+    def leave(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def own_state(self) -> Iterator[tuple[nn.Parameter, Mapping[str, Any]]]:
+        """The optimizer's state of this replica's elements, by the parameters."""
+        self.adopt()
+        return ((part.whole, part.state) for part in self._parts.values() if part.state)
+
+    def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:
+        self.refresh()
+        learn = self.parameters
+        if not self._checked:
+            refuse_sparse(learn)
+            self._checked = True
+        homes = dict.fromkeys(self._homes.values())
+        left = any(parameter.grad is not None for parameter in learn)
+        written = any(home.is_written for home in homes)
+        self._used.update(id(p) for p in learn if p.grad is not None)
+        absent = len(learn) - len(self._used) if self.counts else 0
+        weight = float(self._collective.rank == 0) if self.normalized else float(self.weight)
+        flags = float(left + written * MANY)
+        brought = (weight, float(self.loss), *piggybacked, flags, float(absent))
+        total = self._all((*brought, self.loss_divisor))
+        if total[-1] != self.loss_divisor * self._collective.world_size:
+            raise different_batches(self.loss_divisor)
+        if total[-3] % MANY:
+            for block in self._blocks:
+                block.reduce()
+        settle(homes, self._collective, total[-3] // MANY)
+        self.absent = total[-2]
+        idle = self._idle() if self.absent else frozenset()
+        self._meet_replicas()
+        for block in self._blocks:
+            if total[0] and total[0] != self.loss_divisor:
+                block.sum.mul_(self.loss_divisor / total[0])
+            block.give(idle)
+        return total[0], total[1], total[2:-3]
+
+    def accumulated(self) -> Accumulated:
+        """As `Gradients.accumulated`; whole, on all replicas."""
+        for block in self._blocks:
+            block.reduce()
+        self._meet_replicas()
+        grads: dict[int, Tensor] = {}
+        for block in self._blocks:
+            whole = block.sum.new_zeros(block.home.size)
+            block.home.stage.spread(block.sum, whole.view(block.home.layout.shards, -1))
+            views = block.home.views(whole)
+            grads |= {id(p): g for p, g in zip(block.home.parameters, views, strict=True)}
+            if self._replicas.rank:  # what was added up counts once
+                block.sum.zero_()
+        idle = self._idle()
+        sums = torch.tensor([self.weight, self.loss], dtype=torch.float64)
+        weight, loss = self._collective.all_reduce(sums).tolist()
+        found = [None if id(p) in idle else grads[id(p)] for p in self.parameters]
+        return Accumulated(found, self.loss_divisor, weight, loss)
+
+    def _all(self, scalars: Piggybacked) -> Piggybacked:
+        if self._blocks and self._replicas.world_size == 1:
+            return self._blocks[0].home.stage.sum(scalars)
+        return tuple(
+            self._collective.all_reduce(torch.tensor(scalars, dtype=torch.float64)).tolist()
+        )
+
+    def _meet_replicas(self) -> None:
+        if self._replicas.world_size > 1:
+            for block in self._blocks:
+                self._replicas.all_reduce(block.sum)
+
+    def _idle(self) -> frozenset[int]:
+        """The parameters (by id) that no replica has a gradient for."""
+        used = torch.tensor([float(id(p) in self._used) for p in self.parameters])
+        counts = self._collective.all_reduce(used).tolist()
+        pairs = zip(self.parameters, counts, strict=True)
+        return frozenset(id(parameter) for parameter, count in pairs if not count)
+
+    def _plan(self) -> None:
+        self._checked = False
+        self.leave()
+        waiting = {id(block.home): block.sums for block in self._blocks}
+        learn = {id(parameter) for parameter in self.parameters}
+        homes = dict.fromkeys(self._homes[key] for key in map(id, self.parameters))
+        order = {id(home): number for number, home in enumerate(self._homes.values())}
+        self._blocks = [
+            _Block(home, learn, self._used, waiting.get(id(home)))
+            for home in sorted(homes, key=lambda home: -order[id(home)])
+        ]
+        here = ref(self)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(_tell, here, number))
+            for number, block in enumerate(self._blocks)
+            for parameter in block.home.parameters
+            if id(parameter) in learn and parameter.requires_grad
+        ]
+        self._parts.clear()
+        self._state.clear()
+        for block in self._blocks:
+            self._parts |= block.parts
+            for rank in range(block.home.layout.shards):
+                for section in block.home.layout.shard(rank):
+                    key = id(block.home.parameters[section.parameter])
+                    found = [s for s in self.spans.get(key, ()) if s.rank != rank]
+                    self.spans[key] = [*found, Span(rank, section.start, section.stop)]
+        self.adopt()
+
+    def _tell(self, number: int) -> None:
+        """A parameter of the block ``number`` has its gradient."""
+        if not self._is_passing:
+            return
+        block = self._blocks[number]
+        block.missing -= 1
+        if number == self._next and block.missing <= 0:
+            ready = number
+            while ready < len(self._blocks) and self._blocks[ready].missing <= 0:
+                ready += 1
+            self._reduce_until(ready)
+
+    def _reduce_until(self, end: int) -> None:
+        while self._next < end:
+            self._blocks[self._next].reduce(counts=not self._discards)
+            self._next += 1
+
+
+def _tell(gradients: Callable[[], ShardedGradients | None], number: int, given: Tensor) -> None:
+    found, hooks = gradients(), given._post_accumulate_grad_hooks
+    last = next(reversed(hooks.values())) if hooks else None
+    if found is not None and getattr(last, "func", None) is _tell:  # else a hook comes behind
+        found._tell(number)
+
+
+class _Part:
+    """This replica's elements of a parameter, as one that an optimizer can have."""
+
+    def __init__(self, whole: nn.Parameter, section: Section, home: Home) -> None:
+        self.whole, self.section = whole, section
+        self._is_all = section.stop - section.start == whole.numel()
+        self.own = nn.Parameter(self.of(home.own), requires_grad=whole.requires_grad)
+        self.state: dict[str, Any] | None = None
+
+    def of(self, shard: Tensor) -> Tensor:
+        """These elements of a flat shard of the block."""
+        part = shard[
+            self.section.offset : self.section.offset + self.section.stop - self.section.start
+        ]
+        return part.view(self.whole.shape) if self._is_all else part
+
+    def cut(self, value: Any) -> Any:
+        """As `Owned.cut`."""
+        whole = isinstance(value, Tensor) and value.dim() and value.shape == self.whole.shape
+        if not whole or self._is_all:
+            return value
+        return value.reshape(-1)[self.section.start : self.section.stop].clone()
+
+
+class _Block:
+    """What waits for an update of one block's parameters, and how it comes to its shards."""
+
+    def __init__(
+        self, home: Home, learn: set[int], used: set[int], sums: Tensor | None = None
+    ) -> None:
+        self.home, self.sums = home, sums
+        self._learn, self._used = learn, used
+        layout, rank = home.layout, home.stage.group.rank
+        self.count = sum(id(p) in learn and p.requires_grad for p in home.parameters)
+        self.missing = self.count
+        self.parts = {
+            id(home.parameters[section.parameter]): _Part(
+                home.parameters[section.parameter], section, home
+            )
+            for section in layout.shard(rank)
+            if id(home.parameters[section.parameter]) in learn
+        }
+        most = home.stage.length(home.dtype)
+        self._rounds = []
+        for start in range(0, layout.length, most):
+            length = min(most, layout.length - start)
+            firsts = [owner * layout.length + start for owner in range(layout.shards)]
+            sections = [layout.sections(first, first + length) for first in firsts]
+            self._rounds.append((start, length, sections))
+
+    @property
+    def sum(self) -> Tensor:
+        """This replica's shard of the sums, flat."""
+        if self.sums is None:
+            self.sums = torch.zeros(self.home.layout.length, dtype=self.home.dtype)
+        return self.sums
+
+    def reduce(self, counts: bool = True) -> None:
+        """Add the gradients that wait on all replicas to the shards; all replicas call it.
+
+        Those of this replica only where they are to count.
+        """
+        home, stage = self.home, self.home.stage
+        learn = self._learn if counts else ()
+        refuse_sparse([p for p in home.parameters if id(p) in learn])
+        grads = [p.grad if id(p) in learn else None for p in home.parameters]
+        flat = [None if grad is None else grad.detach().reshape(-1) for grad in grads]
+        is_new, sums = self.sums is None, self.sum
+        for start, length, sections in self._rounds:
+            rows = stage.rows(length, home.dtype)
+            targets, sources = [], []
+            for row, parts in zip(rows, sections, strict=True):
+                for section in parts:
+                    target = row[section.offset : section.offset + section.stop - section.start]
+                    source = flat[section.parameter]
+                    if source is None:
+                        target.zero_()
+                    else:
+                        targets.append(target)
+                        sources.append(source[section.start : section.stop])
+            if targets:
+                torch._foreach_copy_(targets, sources)
+            first, *others = stage.meet()
+            into = sums[start : start + length]
+            if not is_new:
+                into.add_(first)
+            elif others:
+                torch.add(first, others.pop(0), out=into)
+            else:
+                into.copy_(first)
+            for part in others:
+                into.add_(part)
+        for parameter, grad in zip(home.parameters, grads, strict=True):
+            if grad is not None:
+                self._used.add(id(parameter))
+                parameter.grad = None
+        home.free()
+
+    def give(self, idle: frozenset[int]) -> None:
+        """Let the optimizer find the sums."""
+        for key, part in self.parts.items():
+            part.own.grad = None if key in idle else part.of(self.sum)

@@ -1,0 +1,1 @@
+"""A function as the program of a job: the call as bytes, the task, what came of it."""

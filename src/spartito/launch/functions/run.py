@@ -1,0 +1,108 @@
+"""Functions as the tasks of a job: what ``sp.launch(function, ...)`` does."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from spartito.errors import UserError
+from spartito.launch.functions import task
+from spartito.launch.functions.call import packed
+from spartito.launch.functions.outcome import Ending
+from spartito.launch.job import JobSpec, Program
+from spartito.launch.processes.local import Local
+from spartito.names import nearest
+
+TASK = "spartito.launch.functions.task"
+OF_FILES = ("name", "out", "data")
+"""What a job says to launchers that write a file."""
+
+
+def run(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    strategy_options: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+) -> Any:
+    """What ``sp.launch`` documents."""
+    check_caller()
+    data = packed(function, args, kwargs)
+    options = _with_json({"nnodes": 1, **options}, strategy_options)
+    of_job, of_local = divided(options, JobSpec, Local)
+    with tempfile.TemporaryDirectory(prefix="spartito-", ignore_cleanup_errors=True) as name:
+        folder, ending = Path(name), Ending()
+        (folder / task.CALL).write_bytes(data)
+        job = JobSpec(program=Program(TASK, (name,), "module"), **of_job)
+        on_end = partial(ending.take, lambda task, file: _read(folder / file))
+        code = Local(on_end=on_end, private=(name,), **of_local).start(job)
+    return ending.result_of(code)
+
+
+def run_on_ray(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    strategy_options: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+) -> Any:
+    """What ``sp.launch.ray`` documents."""
+    from spartito.launch.on_ray.job import OnRay
+
+    check_caller()
+    ending, data = Ending(), packed(function, args, kwargs)
+    of_job, of_ray = divided(_with_json(options, strategy_options), JobSpec, OnRay)
+    job = JobSpec(program=Program(TASK, kind="module"), **of_job)
+    return ending.result_of(OnRay(call=data, ending=ending, **of_ray).start(job))
+
+
+def _with_json(
+    options: Mapping[str, Any], strategy_options: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    more = {} if strategy_options is None else {"strategy_options": json.dumps(strategy_options)}
+    return {**options, **more}
+
+
+def _read(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
+
+
+def check_caller() -> None:
+    """Raise `UserError` where no tasks can be started: in one of them, or in a second thread."""
+    if task.is_task:
+        raise UserError(
+            "sp.launch in a task that sp.launch has started",
+            'Write it in the script under: if __name__ == "__main__":',
+        )
+    if threading.current_thread() is not threading.main_thread():
+        raise UserError(
+            f"sp.launch in the thread {threading.current_thread().name!r}",
+            "Call it from the main thread, where Ctrl-C arrives.",
+        )
+
+
+def divided(options: Mapping[str, Any], *kinds: type) -> list[dict[str, Any]]:
+    """``options`` as the keyword arguments of each of ``kinds``; raises `UserError`."""
+    known = {
+        one.name: one
+        for kind in kinds
+        for one in fields(kind)
+        if "option" in one.metadata and one.name not in OF_FILES
+    }
+    for name in options:
+        if name not in known:
+            raise UserError(f"sp.launch has no option {name!r}", nearest(name, known))
+    given = {
+        name: Path(value) if "Path" in str(known[name].type) else value
+        for name, value in options.items()
+        if value is not None
+    }
+    return [
+        {one.name: given[one.name] for one in fields(kind) if one.name in given} for kind in kinds
+    ]

@@ -1,0 +1,1 @@
+"""Jobs of processes that the launcher starts itself: it watches them, and none outlives it."""

@@ -1,1 +1,0 @@
-"""Groups of replicas that train apart, and meet now and then."""

@@ -1,0 +1,255 @@
+"""One replica's batches, as `distribute` gives them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol
+from zlib import crc32
+
+import torch
+from msgspec import structs
+from torch import Tensor
+
+from spartito.collectives.collective import Collective
+from spartito.data.batch import Batch
+from spartito.data.collate import rows
+from spartito.data.loader import SPARE, Loader
+from spartito.engine.denormals import Denormals
+from spartito.errors import UserError
+from spartito.outer.joined_groups import JoinedGroups
+from spartito.steps.distributed import Distributed, Figures, StepResult
+from spartito.steps.group_state import SECTION
+from spartito.steps.prepared import Pairs
+
+WAITING = "accumulated"
+"""In a position: how many batches before it wait for their update."""
+
+
+class Share(Protocol):
+    """Where one replica's batches come from: a `Loader`, or what stands around it."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """From the present position to the end of the epoch."""
+        ...
+
+    def endless(self) -> Iterator[Batch]:
+        """From the present position on, epoch after epoch."""
+        ...
+
+    def state_dict(self) -> dict[str, int]:
+        """The position of the next batch."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to that position."""
+        ...
+
+
+class Placed(Distributed):
+    """Batches on the strategy's device, each announced to the modules that want to know."""
+
+    overlaps = False
+    near: JoinedGroups | None = None
+    """The tasks of one's own site by their groups, where results are those of a group alone."""
+
+    @property
+    def alike(self) -> bool:  # type: ignore[override]
+        """As `Distributed.alike`."""
+        return self.near is None
+
+    def __init__(
+        self,
+        batches: Share,
+        device: torch.device,
+        announce: Callable[[Batch], None],
+        group: Collective,
+        denormals: Denormals,
+        pairs: Pairs | None = None,
+        counted: Callable[[list[bytes]], list[bytes]] = list,
+    ) -> None:
+        """``group`` is that of the data shards; ``pairs`` are what these batches train.
+
+        ``counted`` makes of the metrics of all data shards those of who has seen outputs.
+        """
+        self._batches, self._device, self._announce = batches, device, announce
+        self._group, self._denormals, self._pairs = group, denormals, pairs
+        self._counted = counted
+        self.before: Callable[[], None] = lambda: None
+        """Is called before a batch is announced."""
+        self._order, self._alike, self._like = 0, 0, (0, 0)
+        self.waited = 0.0
+
+    def __iter__(self) -> Generator[Batch]:
+        return self._denormals.during(self._unseen(self._on_device(iter(self._batches))))
+
+    def _unseen(self, batches: Generator[Batch]) -> Generator[Batch]:
+        """Batches of a loop of the user's own, in which nobody else compares replicas."""
+        for batch in batches:
+            if self._pairs is not None:
+                self._pairs.unseen = True
+            yield batch
+
+    def epochs(
+        self, count: int, steps: int | None, done: int, figures: Figures | None = None
+    ) -> Generator[Generator[Batch]]:
+        return self._denormals.during(self._epochs(count, steps, done))
+
+    def _epochs(self, count: int, steps: int | None, done: int) -> Generator[Generator[Batch]]:
+        if steps is None:
+            for _ in range(count):
+                yield self._on_device(iter(self._batches))
+            return
+        stream = self._on_device(self._batches.endless())  # stays open, with what it has read ahead
+        try:
+            for _ in range(count):
+                yield _next(stream, steps - done)
+                done = 0
+        finally:
+            stream.close()
+
+    def watch(self) -> Iterator[StepResult]:
+        return iter(())
+
+    def total(self, shared: Sequence[float], own: Sequence[float]) -> list[float]:
+        if self.near is not None:  # a group's tasks have the same sums
+            counts = float(self.near.is_leader)
+            own = [*(value * counts for value in shared), *own]
+            shared = ()
+        if not own:
+            return list(shared)
+        both = self._group.all_reduce(torch.tensor(own, dtype=torch.float64))
+        return [*shared, *both.tolist()]
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return torch.cat(self._group.all_gather_rows(rows))
+
+    def collect(self, own: bytes) -> list[bytes]:
+        return self._counted(self._group.all_gather_bytes(own))
+
+    @property
+    def seen(self) -> tuple[Any, ...]:
+        """What `order` knows of the batches so far; may be set, as the position may."""
+        return self._order, self._alike, self._like
+
+    @seen.setter
+    def seen(self, known: tuple[Any, ...]) -> None:
+        self._order, self._alike, like = known
+        self._like = tuple(like)
+
+    def order(self) -> int:
+        self._note((0, 0))
+        return self._order
+
+    def _note(self, following: tuple[int, int]) -> None:
+        """Count what is alike in a row: a checksum for each batch takes 5 us of its step."""
+        if self._alike:
+            self._order = crc32(b"%d %d %d" % (*self._like, self._alike), self._order)
+        self._alike, self._like = 0, following
+
+    def state_dict(self) -> dict[str, Any]:
+        passes = self._pairs.only.passes if self._pairs is not None else 0
+        waiting = {WAITING: passes} if passes else {}
+        return {**self._batches.state_dict(), **waiting}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._batches.load_state_dict(state)
+        if self._pairs is not None and state.get(WAITING):
+            self._pairs.only.go_on_accumulating(self._rank)
+
+    @property
+    def _rank(self) -> int:
+        """This task's among those whose waiting gradients are summed; the first takes what was."""
+        saved = None if self._pairs is None else self._pairs.only.saved
+        if self.near is not None and saved and SECTION in saved:
+            return self.near.inside.rank
+        return self._group.rank
+
+    def _on_device(self, batches: Iterator[Batch]) -> Generator[Batch]:
+        elsewhere = self._device.type != "cpu"
+        for batch in batches:
+            if elsewhere:
+                data, spare = rows(batch.data, self._move), rows(batch.spare, self._move)
+                batch = structs.replace(batch, data=data, spare=spare)
+            self.before()
+            self._announce(batch)
+            if (batch.drawn, batch.global_size) != self._like:
+                self._note((batch.drawn, batch.global_size))
+            self._alike += 1
+            yield batch
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
+
+def _next(stream: Iterator[Batch], count: int) -> Generator[Batch]:
+    """The next batches of a stream, which stays open when this ends."""
+    yield from islice(stream, count)
+
+
+class Together(Share):
+    """Sources of unequal length: who ran out goes on with empty batches until all have ended.
+
+    Local batches may differ in size too: each is told how large the global one has become. The
+    position counts these common steps, so it is the same on all replicas.
+    """
+
+    def __init__(self, loader: Loader, collective: Collective) -> None:
+        self._loader, self._collective = loader, collective
+        self._position = loader.state_dict()
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            yield from self._rest_of_pass()
+            if self._loader.begins_epoch:
+                return
+
+    def endless(self) -> Iterator[Batch]:
+        while True:
+            yield from self
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self._position)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loader.load_state_dict(state)
+        self._position = self._loader.state_dict()
+
+    def _rest_of_pass(self) -> Iterator[Batch]:
+        position, last = self._position, None
+        batches = self._loader.rest_of_pass()
+        while True:
+            batch = next(batches, None)
+            mine = torch.tensor([-1 if batch is None else batch.size])
+            sizes = [int(size) for size in self._collective.all_gather(mine)]
+            if max(sizes) < 0:
+                break
+            last = batch or last or self._first()
+            sizes = [max(0, size) for size in sizes]
+            first = sum(sizes[: self._collective.rank])
+            found = batch or _emptied(last)
+            offsets = torch.arange(first, first + found.size)
+            step, position["step"] = position["step"], position["step"] + 1
+            yield structs.replace(found, global_size=sum(sizes), offsets=offsets, step=step)
+        if not position["step"]:
+            raise self._loader.nothing()
+        position["step"] = 0
+        self.load_state_dict(position)
+        self._loader.next_pass()
+        self._position = self._loader.state_dict()
+
+    def _first(self) -> Batch:
+        """The first batch of a pass: what the rest would look like where this source has none."""
+        position = self._loader.state_dict()
+        self._loader.load_state_dict({**position, "step": 0})
+        found = next(iter(self._loader.rest_of_pass()), None)
+        self._loader.load_state_dict(position)
+        if found is None:
+            raise UserError("a replica's source has no batch at all", "Give each some data.")
+        return found
+
+
+def _emptied(batch: Batch) -> Batch:
+    data = rows(batch.data, lambda tensor: tensor[:0])
+    spare = rows(batch.data, lambda tensor: tensor[:SPARE]) if batch.size else batch.spare
+    return structs.replace(batch, data=data, size=0, offsets=batch.offsets[:0], spare=spare)

@@ -1,0 +1,527 @@
+"""The steps of workers that compute on their own, while parameter servers hold the values."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from spartito.checkpoint.saved_state import Saved
+from spartito.cluster.spec import Task
+from spartito.collectives.collective import IdentityCollective
+from spartito.data.batch import Batch
+from spartito.data.dataset import Dataset, as_dataset
+from spartito.data.loader import Loader
+from spartito.engine.batchnorm import has_batchnorm
+from spartito.engine.buffers import listed, watched
+from spartito.engine.denormals import flushed
+from spartito.engine.loss import LossFunction
+from spartito.engine.optimizers import OptimizerLike, has_sparse_gradients, named_state, unwrap
+from spartito.errors import UserError
+from spartito.heartbeat import CONNECT, during
+from spartito.names import PRECISIONS
+from spartito.outer.group_values import Values
+from spartito.outer.groups import Asked, Members
+from spartito.outer.joined_groups import JoinedGroups
+from spartito.ps.job import Job, Options, workers_of
+from spartito.ps.protocol.options import set_options
+from spartito.ps.protocol.rules import Rules
+from spartito.ps.scheduler.plan import Plan
+from spartito.steps.batches import Placed
+from spartito.steps.coordination import Alike
+from spartito.steps.distributed import Distributed, StepResult
+from spartito.steps.parts import Parts, Prepared, Settings, State, Whole
+from spartito.steps.prepared import Pair, check_unchanged
+from spartito.steps.servers import group_state
+from spartito.steps.servers.coordination import LeasedCoordination
+from spartito.steps.servers.group_member import Inside
+from spartito.steps.servers.group_member_links import joined
+from spartito.steps.servers.group_push import GroupPusher
+from spartito.steps.servers.groups import Apart, apart, check_length, members_of, tell_of_statistics
+from spartito.steps.servers.leased_batches import Leased
+from spartito.steps.servers.push import GroupGradients, Pusher, ServedGradients
+from spartito.steps.step import Step
+from spartito.steps.task_end import serve_and_end, uncaught
+from spartito.steps.team import Team
+
+START_SECONDS = 60.0  # that a chief waits for workers which start more slowly
+
+
+@dataclass(frozen=True)
+class Service:
+    """What servers do with what workers push, and which of these are a group.
+
+    Args:
+        rules: How pushes become updates.
+        options: Of the job.
+        apart: How groups train apart; None: workers push gradients.
+        workers: The tasks that compute.
+        members: The workers of each group, by their indices.
+    """
+
+    rules: Rules
+    options: Options
+    apart: Apart | None
+    workers: Sequence[Task]
+    members: Members
+
+    @classmethod
+    def of(
+        cls,
+        team: Team,
+        rules: Rules,
+        options: Options,
+        groups: Asked | None,
+        asked: Apart,
+        replicas: int = 1,
+    ) -> Service:
+        """What was asked for of a job.
+
+        Args:
+            team: Its tasks.
+            rules: How pushes become updates, but for what the job decides.
+            options: Of the job.
+            groups: As under `ParameterServerStrategy`.
+            asked: How these train apart.
+            replicas: On how many servers each value is.
+
+        Raises:
+            UserError: For what cannot be.
+        """
+        if options.recovery is not None and "chief" not in team.job.addresses:
+            raise UserError(
+                "recovery under parameter_server, where a worker is the chief, which cannot be "
+                "replaced",
+                "Add a chief that computes nothing (--chief), or leave it out.",
+            )
+        if replicas > 1 and options.push_log:
+            raise UserError(
+                f"push_log={options.push_log!r} with replicas={replicas}",
+                "A server that copies from another has no record of the updates before: "
+                "leave one of them out.",
+            )
+        whole = team.job if team.is_evaluator else team.cluster
+        workers = workers_of(whole)
+        found = apart(groups, asked, rules, whole, workers)
+        members = members_of(found, workers)
+        servers = len(team.cluster.addresses.get("ps", ()))
+        rules = dataclasses.replace(rules, workers=len(members), servers=servers, replicas=replicas)
+        service = cls(rules, options, found, workers, members)
+        if service.in_groups and team.device.type != "cpu":
+            raise UserError(
+                f"groups of several workers over servers on {team.device}: they run on CPUs",
+                "Give each group one worker, or device='cpu'.",
+            )
+        if found is None:
+            return service
+        rules = dataclasses.replace(
+            rules, every=asked.every, quorum=asked.quorum, grace=float(asked.grace)
+        )
+        return dataclasses.replace(service, rules=rules)
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether a group has several workers."""
+        return len(self.members) < len(self.workers)
+
+    @property
+    def speakers(self) -> list[Task]:
+        """The first member of each group."""
+        return [self.workers[members[0]] for members in self.members]
+
+    def group_of(self, task: Task) -> int:
+        """The number of the group of a task; -1 in none.
+
+        Args:
+            task: Any of the job.
+        """
+        own = self.workers.index(task) if task in self.workers else -1
+        return next((g for g, members in enumerate(self.members) if own in members), -1)
+
+
+class ServedTeam(Team):
+    """Workers that never meet: to the servers a group of several is one.
+
+    Gradients, BatchNorm and draws are those of one's own group, which `inside` joins.
+    """
+
+    coordination: LeasedCoordination
+    inside: Inside = Inside.alone()
+    """One's own group; alone before the groups are made."""
+    service: Service
+
+    def form(self, parts: Parts) -> None:
+        """As `Team.form`: they agree by what the chief decides."""
+        self.coordination = LeasedCoordination(
+            self.name, self.job, self.cluster, self.pairs, self.service.rules.workers
+        )
+
+    def enter_group(self) -> None:
+        """Meet one's own group, whose members all call this, if there is a group of several."""
+        options = self.service.options
+        if self.service.in_groups:
+            self.inside = Inside.connect(
+                self.cluster, self.service.members, options.timeout, options.shared_memory,
+                options.lease_seconds,
+            )  # fmt: skip
+
+    def meet(self) -> None:
+        """As `Team.meet`."""
+        self.replicas = self.inside.group
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """All of a batch: no worker waits for another, each computes what is leased to it."""
+        return 0, 1
+
+    @property
+    def num_replicas(self) -> int:
+        """One on each worker."""
+        return self.cluster.num_computing
+
+    @property
+    def several(self) -> bool:
+        """As `Team.several`; a push on its own is a whole update."""
+        rules = self.service.rules
+        means = rules.workers > 1 and (rules.together or rules.aggregate > 1)
+        return self.inside.several or means
+
+    @property
+    def runs_without_rows(self) -> bool:
+        """As `Division.runs_without_rows`."""
+        return self.inside.several
+
+    def divisor(self, batch: Batch) -> float:
+        """As `Division.divisor`.
+
+        Args:
+            batch: That of all members of a group.
+        """
+        if self.inside.several:
+            return float(batch.global_size or 1)  # all members know it
+        return float(batch.size or 1)  # a push is the mean over its own examples
+
+
+class Push(Whole):
+    """The exchange with servers: gradients go there, and values come back.
+
+    Args:
+        team: The workers.
+    """
+
+    agreement = Alike()
+    brings = divides = False
+    fraction = 0.0
+
+    def __init__(self, team: ServedTeam) -> None:
+        self._team = team
+
+    def check(self, optimizer: object, settings: Settings) -> None:
+        """As `Exchange.check`: what the servers can, `ServedStep` has checked."""
+
+    def begin(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """As `Exchange.begin`: the chief's values come by the servers."""
+
+    def gradients(self, model: nn.Module, optimizer: Optimizer) -> Prepared:
+        """As `Exchange.gradients`."""
+        team, whole = self._team, model
+        alone = team.cluster.local_size == 1  # among the workers of this machine
+        if team.device.type == "cuda" and alone and torch.cuda.device_count() > 1:
+            whole = nn.DataParallel(model)  # divides the local batch over all its devices
+        if team.inside.several:
+            return whole, GroupGradients(optimizer, team.inside.group)
+        return whole, ServedGradients(optimizer)
+
+    def stepping(self, pair: Pair) -> AbstractContextManager[None]:
+        """As `Exchange.stepping`."""
+        return nullcontext()
+
+    def optimize(self, pair: Pair) -> None:
+        """As `Exchange.optimize`: the servers do."""
+
+    def values(self, pair: Pair, column: JoinedGroups, whole: Callable[[], Values]) -> Values:
+        """As `Exchange.values`."""
+        return whole()
+
+
+class ServedStep(Step):
+    """What a task does under `ParameterServerStrategy`: a step is a push, and a pull before it.
+
+    Args:
+        team: The workers.
+        parts: What their steps are made of.
+        flush_denormals: As under `spartito.strategies.Strategy`.
+    """
+
+    team: ServedTeam
+
+    def __init__(self, team: ServedTeam, parts: Parts, *, flush_denormals: bool = True) -> None:
+        super().__init__(team, parts, sync_batchnorm=False, flush_denormals=flush_denormals)
+        self._service, self._rules = team.service, team.service.rules
+        self._loss: LossFunction | None = None
+        self._deterministic = self._planned = False
+        atexit.register(self.close)
+
+    @property
+    def coordination(self) -> LeasedCoordination:
+        """What the tasks agree on beside the computation."""
+        return self.team.coordination
+
+    @property
+    def device(self) -> torch.device:
+        """Where this task computes."""
+        return self.team.device
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether a group has several workers."""
+        return self._service.in_groups
+
+    @flushed  # a ps serves in it: its threads inherit that
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerLike,
+        *,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        precision: str = "fp32",
+        deterministic: bool = False,
+        seed: int = 0,
+    ) -> tuple[nn.Module, Optimizer]:
+        """As `Step.prepare`; a ps serves here until the job ends, and then exits with 0."""
+        if self.team.pairs.all:
+            raise UserError(
+                "a second model under parameter_server",
+                "It serves one model with one optimizer; a synchronous strategy takes several.",
+            )
+        if PRECISIONS.get(precision) == "fp16":
+            raise UserError(
+                "precision='fp16' under parameter_server",
+                "Workers would scale their losses apart. Choose 'bf16', or a synchronous strategy.",
+            )
+        if has_sparse_gradients(model):
+            raise UserError(
+                "sparse gradients under parameter_server",
+                "Gradients are sent as dense tensors: build the Embedding with sparse=False.",
+            )
+        means = self._rules.together or self._rules.aggregate > 1
+        self._deterministic = deterministic
+        if deterministic:
+            self._rules.check_deterministic(has_batchnorm(model))
+        self.team.enter_group()
+        self._sync_batchnorm = self.team.inside.several
+        if self.is_chief:
+            tell_of_statistics(self._rules, model)
+        if clip_norm is not None and means:
+            self._rules = self._rules.clipping_means(clip_norm, self._rules.spans)
+        found = super().prepare(
+            model,
+            optimizer,
+            accumulate=accumulate,
+            clip_norm=None if means else clip_norm,
+            precision=precision,
+            deterministic=deterministic,
+            seed=seed,
+        )
+        # Its steps are made on the servers: torch need not warn of schedules before the first.
+        found[1]._opt_called = True  # type: ignore[attr-defined]
+        self._join(self.team.pairs.only)
+        return found
+
+    def distribute(
+        self, dataset: Any, *, seed: int | None = None, training: bool = True
+    ) -> Distributed:
+        chain = as_dataset(dataset)
+        order = self._seed if seed is None else seed
+        if training and self.coordination.pusher is not None:
+            return Leased(self, self._divisible(chain, self._rules.workers), order)
+        batches = Loader(chain, (0, 1), order)
+        alone = IdentityCollective()  # the chief evaluates by itself
+        return Placed(batches, self.team.device, self.enter, alone, self.denormals)
+
+    def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
+        if self.team.inside.several:
+            self.coordination.computing.stops |= stop  # the others hear of it in the update
+        else:
+            self.coordination.agree_to_stop(stop)
+        self.coordination.announce_options()
+        self.coordination.computing.repeats, self._loss = True, loss
+        pair = self.team.pairs.only
+        output = self._compute(pair, batch, loss)
+        if not self._is_due(pair):
+            return StepResult(output, batch.global_size)
+        return self._update(pair, output, batch.global_size, stop)
+
+    def flush(self) -> StepResult | None:
+        return self.coordination.progress()  # all is pushed: what others did comes in
+
+    def backward(self, losses: Any, batch: Batch) -> None:
+        pair = self.team.pairs.only
+        self.coordination.computing.repeats = False
+        if pair.accumulate > 1:
+            if self.team.several:
+                check_unchanged(pair)
+            pair.gradients.backward_calls = 0  # the batches of one update are one mean
+        else:
+            self._check_backward(pair)
+        super().backward(losses, batch)
+        pair.passes += 1
+
+    @flushed
+    def update(self, optimizer: Optimizer) -> None:
+        pair = self.team.pairs.of(optimizer)
+        self._check_computed(pair)
+        if self._is_due(pair):
+            self.coordination.announce_options()
+            self._update(pair, None, 0, False)
+
+    def _state(self, pair: Pair) -> State:
+        if self._service.apart is not None:
+            return group_state.saved(self.coordination, pair, self._served, self._rules.in_step)
+        served = self.coordination.fetch()
+        model = unwrap(pair.model)
+        optimizer = named_state(model, pair.optimizer)
+        if served is not None:
+            set_options(optimizer["groups"], served)
+        pair.optimizer.state.clear()  # it lives on the servers
+        return {"model": dict(model.state_dict()), "optimizer": optimizer}
+
+    def _load(self, saved: Saved) -> None:
+        whole = "optimizer" in saved
+        if self.coordination.chief is not None and not whole:
+            given = {section: saved.whole(section) for section in saved}
+            if self._service.apart is None:
+                now = self.state_dict()
+            else:
+                now = group_state.merged(self.coordination, self.team.pairs.only, self._served)
+            saved = Saved.of({**now, **given})  # the servers keep theirs
+        super()._load(saved)
+        if self._service.apart is not None:
+            pair, index = self.team.pairs.only, self._service.group_of(self.task)
+            group_state.loaded(self.coordination, pair, self._served, saved, whole, index)
+        self.coordination.give()
+        self._served.state.clear()
+
+    def close(self) -> None:
+        """Leave the job; the chief ends it once the workers have left."""
+        self._let_go()
+        self.coordination.failed(uncaught())
+        atexit.unregister(self.close)
+        self.coordination.leave()
+
+    # What the leases ask for
+
+    def plan(self, chain: Dataset, count: int, steps: int | None) -> Plan:
+        """How a stream is divided into work items.
+
+        Args:
+            chain: What is trained on.
+            count: How many epochs.
+            steps: Global batches of an epoch; None: all there are.
+
+        Returns:
+            The plan by which the chief leases them.
+        """
+        every = self._rules.every
+        if not self._planned:
+            check_length(every, steps or chain.steps_per_epoch, self.team.pairs.only.accumulate)
+        self._planned = True
+        return Plan(
+            data_shards=self._rules.workers,
+            steps_per_pass=chain.steps_per_pass,
+            passes_per_epoch=chain.repeats,
+            epoch_steps=steps,
+            epochs=count,
+            gated=self._rules.in_step or (self._rules.max_staleness is not None and not every),
+            together=self._rules.together,
+            multiple=self.team.pairs.only.accumulate * max(1, every),
+            accumulate=self.team.pairs.only.accumulate,
+            fixed_length=self._deterministic or every > 0,
+        )
+
+    # Inside: one step
+
+    def _is_due(self, pair: Pair) -> bool:
+        """Whether the batches so far make a push."""
+        current = self.coordination.computing.current
+        is_last = current is not None and current.is_last
+        return pair.passes >= pair.accumulate or is_last
+
+    def _check_backward(self, pair: Pair) -> None:
+        """Refuse to weigh several backward passes of an update, of which nobody else knows."""
+        if self.team.inside.several and pair.gradients.backward_calls:
+            raise UserError(
+                "several backward passes of an update in groups of several workers over servers",
+                "Make one of each batch, or give each group one worker.",
+            )
+
+    def _update(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
+        loss, weight = self.coordination.computing.push()
+        if self.team.inside.several and self.coordination.computing.stops:
+            self.coordination.agree_to_stop(True)
+        return self.coordination.progress(output, loss, weight)
+
+    def _again(self, batch: Batch) -> Any:
+        return self._compute(self.team.pairs.only, batch, self._loss)
+
+    def _join(self, pair: Pair) -> None:
+        """Join the job: a ps serves, all others return with connections."""
+        self._served = (
+            pair.optimizer
+            if self._service.apart is None
+            else self._service.apart.optimizer(pair.optimizer)
+        )
+        if self.team.is_evaluator:
+            return
+        model, inside, options = unwrap(pair.model), self.team.inside, self._service.options
+        job = Job(self.cluster, self._rules, options, model, self._served, self._service.speakers)
+        coordination = self.coordination
+        if self.task.type == "ps":
+            serve_and_end(job, coordination.record_to)
+        with during(CONNECT):
+            chief = job.begin() if self.is_chief else None
+            grouped = self.in_groups and self._service.group_of(self.task) >= 0
+            work, servers = joined(job, chief, inside, grouped)
+            if self._service.apart is None:
+                pusher = Pusher(pair, servers, self._rules, self._again)
+            else:
+                weights = self._service.apart.weights
+                pusher = GroupPusher(
+                    pair, servers, self._rules, self._again, work, weights, coordination, inside
+                )
+            coordination.join(job, chief, work, pusher, inside)
+            if chief is not None:
+                chief.gather(min(START_SECONDS, options.timeout))
+
+
+@contextmanager
+def watching(team: ServedTeam, pair: Pair) -> Generator[None]:
+    """A block around a forward pass, which changes no buffer where numbers are one device's.
+
+    Args:
+        team: Who compute parts of a batch.
+        pair: A prepared one.
+
+    Raises:
+        UserError: It does.
+    """
+    if pair.randomness is None or not team.divides:
+        yield
+        return
+    with watched(unwrap(pair.model)) as changed:
+        yield
+    if changed:
+        raise UserError(
+            f"deterministic training under parameter_server with {listed(changed)}, which the "
+            "forward pass changes",
+            "Workers see their own rows and do not meet there: leave deterministic out, or "
+            "compute from all rows (strategy.reduce) under mirrored.",
+        )
