@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from spartito.checkpoint.cuts import Cut, NestedCut
 from spartito.checkpoint.saved_state import Saved
 from spartito.engine.gradients import Gradients
+from spartito.errors import UserError
 from spartito.outer.group_values import Values
 from spartito.outer.joined_groups import JoinedGroups
 from spartito.steps.computation import Computation
@@ -48,6 +49,17 @@ class Settings:
     precision: str = "fp32"
     deterministic: bool = False
     seed: int = 0
+
+    def check(self) -> None:
+        """Refuse what no model can be trained with.
+
+        Raises:
+            UserError: It says what.
+        """
+        if self.accumulate < 1:
+            raise UserError(f"accumulate={self.accumulate}", "At least one batch makes an update.")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise UserError(f"clip_norm={self.clip_norm}", "The norm of a gradient is above 0.")
 
 
 class Held(Protocol):

@@ -161,21 +161,13 @@ class Step:
         self,
         model: nn.Module,
         optimizer: OptimizerLike,
-        *,
-        accumulate: int = 1,
-        clip_norm: float | None = None,
-        precision: str = "fp32",
-        deterministic: bool = False,
-        seed: int = 0,
+        settings: Settings,
     ) -> tuple[nn.Module, Optimizer]:
         """As `Strategy.prepare`."""
         team, placement = self.team, self.parts.placement
-        precision = choose_precision(precision, team.device)
-        settings = Settings(accumulate, clip_norm, precision, deterministic, seed)
-        if accumulate < 1:
-            raise UserError(f"accumulate={accumulate}", "At least one batch makes an update.")
-        if clip_norm is not None and not clip_norm > 0:
-            raise UserError(f"clip_norm={clip_norm}", "The norm of a gradient is above 0.")
+        precision = choose_precision(settings.precision, team.device)
+        settings = replace(settings, precision=precision)
+        settings.check()
         self.parts.exchange.check(optimizer, settings)
         if team.cluster.world_size > 1 or team.cluster.addresses.get("ps"):
             check_initialized(model)
@@ -198,12 +190,12 @@ class Step:
                 check_memory(optimizer_parameters(made), made, fraction)
             synchronized = self._sync_batchnorm
             if synchronized is None:
-                synchronized = deterministic or asks_for_synchronization(model)
+                synchronized = settings.deterministic or asks_for_synchronization(model)
             if synchronized:
                 synchronize_batchnorm(model)
-            randomness = globalize(model) if deterministic else None
-            self._seed = seed
-            self._needs_context = self._needs_context or synchronized or deterministic
+            randomness = globalize(model) if settings.deterministic else None
+            self._seed = settings.seed
+            self._needs_context |= synchronized or settings.deterministic
             tensors = tensors_of(model)
             team.meet()
             placement.bring(model, list(tensors.values()))
@@ -212,8 +204,9 @@ class Step:
             dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
             dtype = dtypes.pop() if len(dtypes) == 1 else None
             pair = Pair(
-                whole, made, gradients, accumulate, clip_norm, precision, dtype, tensors, seed,
-                randomness, make_loss_scale(precision, team.device), synchronized,
+                whole, made, gradients, settings.accumulate, settings.clip_norm, precision, dtype,
+                tensors, settings.seed, randomness, make_loss_scale(precision, team.device),
+                synchronized,
             )  # fmt: skip
         team.pairs.add(pair)
         ask_before_steps(made, self._step_by_hand)

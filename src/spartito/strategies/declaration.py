@@ -29,7 +29,7 @@ from spartito.registry import OF_THE_JOB, strategy_info
 from spartito.steps.coordination import Coordination
 from spartito.steps.distributed import Distributed, StepResult
 from spartito.steps.outer_loop import Outer
-from spartito.steps.parts import Parts
+from spartito.steps.parts import Parts, Settings
 from spartito.steps.recovery import chosen_recovery
 from spartito.steps.step import Step
 from spartito.steps.team import Team
@@ -290,10 +290,8 @@ class Strategy:
             UserError: For a model, optimizer or setting that cannot be distributed.
             TaskLostError: If a task does not come within the time limit.
         """
-        return self.engine.prepare(
-            model, optimizer, accumulate=accumulate, clip_norm=clip_norm, precision=precision,
-            deterministic=deterministic, seed=seed,
-        )  # fmt: skip
+        settings = Settings(accumulate, clip_norm, precision, deterministic, seed)
+        return self.engine.prepare(model, optimizer, settings)
 
     def using(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """A block in which `step`, `evaluate` and their like are about the pair of ``optimizer``.

@@ -289,12 +289,7 @@ class ServedStep(Step):
         self,
         model: nn.Module,
         optimizer: OptimizerLike,
-        *,
-        accumulate: int = 1,
-        clip_norm: float | None = None,
-        precision: str = "fp32",
-        deterministic: bool = False,
-        seed: int = 0,
+        settings: Settings,
     ) -> tuple[nn.Module, Optimizer]:
         """As `Step.prepare`; a ps serves here until the job ends, and then exits with 0."""
         if self.team.pairs.all:
@@ -302,7 +297,7 @@ class ServedStep(Step):
                 "a second model under parameter_server",
                 "It serves one model with one optimizer; a synchronous strategy takes several.",
             )
-        if PRECISIONS.get(precision) == "fp16":
+        if PRECISIONS.get(settings.precision) == "fp16":
             raise UserError(
                 "precision='fp16' under parameter_server",
                 "Workers would scale their losses apart. Choose 'bf16', or a synchronous strategy.",
@@ -313,24 +308,17 @@ class ServedStep(Step):
                 "Gradients are sent as dense tensors: build the Embedding with sparse=False.",
             )
         means = self._rules.together or self._rules.aggregate > 1
-        self._deterministic = deterministic
-        if deterministic:
+        self._deterministic = settings.deterministic
+        if settings.deterministic:
             self._rules.check_deterministic(has_batchnorm(model))
         self.team.enter_group()
         self._sync_batchnorm = self.team.inside.several
         if self.is_chief:
             tell_of_statistics(self._rules, model)
-        if clip_norm is not None and means:
-            self._rules = self._rules.clipping_means(clip_norm, self._rules.spans)
-        found = super().prepare(
-            model,
-            optimizer,
-            accumulate=accumulate,
-            clip_norm=None if means else clip_norm,
-            precision=precision,
-            deterministic=deterministic,
-            seed=seed,
-        )
+        if settings.clip_norm is not None and means:
+            self._rules = self._rules.clipping_means(settings.clip_norm, self._rules.spans)
+            settings = dataclasses.replace(settings, clip_norm=None)
+        found = super().prepare(model, optimizer, settings)
         # Its steps are made on the servers: torch need not warn of schedules before the first.
         found[1]._opt_called = True  # type: ignore[attr-defined]
         self._join(self.team.pairs.only)
