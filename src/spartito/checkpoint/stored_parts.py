@@ -6,9 +6,10 @@ file says of which, and where, unless it is all of it. So a file tells by itself
 with whole tensors is what every other program expects, and those that others wrote in several files
 can be read.
 
-**For strategies that cut tensors**: all of saving and loading is in `ReplicaStep`. Say in
+**For strategies that cut tensors**: all of saving and loading is in `Step`. A placement, or an
+exchange, says in
 
-    def _cuts(self, pair: Pair, section: str) -> Mapping[str, Cut]
+    def cuts(self, pair: Pair, section: str) -> Mapping[str, Cut]
 
 under the user's names which parameters and buffers this task has a part of, and which one: a
 `BoxCut` where it is one box, as a tensor of the box's shape (also of several dimensions at once), a

@@ -16,7 +16,7 @@ from spartito.errors import UserError
 from spartito.storage.tensors import same_tensors, unpack_state
 
 Cuts = Callable[[str], Mapping[str, Cut]]
-"""Which tensors of a section a task has a part of: `ReplicaStep._cuts` of a pair."""
+"""Which tensors of a section a task has a part of: `spartito.steps.parts.Parts.cuts` of a pair."""
 
 SHOWN = 3  # differences that an error lists
 
