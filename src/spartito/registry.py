@@ -147,9 +147,10 @@ BUILT_IN = {
             "mesh",
             "spartito.strategies.mesh:MeshStrategy",
             divides_model=True,
+            recovers=True,
             options=(
                 *("mesh", "layout", "names", "strict", "model", "zero", "block_bytes"),
-                *_of_the_job("recovery"),
+                *OF_THE_JOB,
             ),
         ),
         StrategyInfo(

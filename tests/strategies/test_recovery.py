@@ -120,6 +120,7 @@ class Losses(sp.Callback):
 
 def train(plan: Plan, rank: int, folder: Path) -> dict[str, Any]:
     options = dict(plan.strategy)
+    cut = options.get("name") == "mesh"
     given = {"optimizer": "Adam", "dropout": 0.3, "batch": 8, "accumulate": 1, **plan.training}
     torch.manual_seed(3)
     net = nn.Sequential(
@@ -159,7 +160,8 @@ def train(plan: Plan, rank: int, folder: Path) -> dict[str, Any]:
                 *backups,
             ],
         )  # fmt: skip
-        weights = {name: value.clone() for name, value in net.state_dict().items()}
+        model = strategy.state_dict()["model"] if cut else net.state_dict()
+        weights = {name: value.clone() for name, value in model.items()}
         return {
             "history": history.history, "epochs": history.epoch, "losses": losses.seen,
             "weights": weights, "step": trainer.step, "tasks": strategy.cluster.world_size,
@@ -268,6 +270,15 @@ SCRIPTS: list[tuple[str, Plan]] = [
             },
             asks=(1, 14),
             training={"bad": [30]},
+        ),
+    ),
+    (
+        "mesh",
+        Plan(
+            4,
+            frozenset({(3, 4), (0, 7)}),
+            strategy={"name": "mesh", "model": 2},
+            training={"accumulate": 2, "metrics": ["accuracy", "confusion_matrix"]},
         ),
     ),
 ]  # fmt: skip

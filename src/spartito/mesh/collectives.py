@@ -79,10 +79,20 @@ class Axis:
     rows_from: float = math.inf
 
     def __init__(self, name: str, group: Collective, rows_from: float = math.inf) -> None:
-        self.name, self.group = name, group
+        self.name, self._asked_rows = name, rows_from
+        self.join(group)
+
+    def join(self, group: Collective) -> None:
+        """Be along it with these from now on: the tasks have met again.
+
+        Args:
+            group: The tasks along it.
+        """
+        self.group = group
         self.size, self.index = group.world_size, group.rank
         shares = isinstance(group, SharedMemoryCollective)
-        self.rows_from = rows_from if shares else math.inf  # other groups have no reduce-scatter
+        # Other groups have no reduce-scatter.
+        self.rows_from = self._asked_rows if shares else math.inf
         self._by: Exchange | _Plain = Exchange(group) if shares else _Plain(group)  # type: ignore[arg-type]
         self._nobody = _Nobody(self.size, self.index)
 

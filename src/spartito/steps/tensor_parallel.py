@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,9 +21,10 @@ from spartito.engine.buffers import shared_buffers
 from spartito.engine.checksum import checksum, different, outliers
 from spartito.engine.divided_update import ELEMENTWISE
 from spartito.engine.gradients import PackedGradients
-from spartito.engine.meta_models import told
+from spartito.engine.meta_models import make_all, told
+from spartito.engine.optimizer_step import stepping
 from spartito.engine.optimizers import has_sparse_gradients, optimizer_parameters, unwrap
-from spartito.errors import UserError
+from spartito.errors import TaskLostError, UserError
 from spartito.log import warn
 from spartito.mesh import placing
 from spartito.mesh.axes import PIPELINE, Mesh
@@ -36,6 +38,7 @@ from spartito.steps.coordination import SynchronousCoordination
 from spartito.steps.groups import AXIS, LAYERS, send
 from spartito.steps.parts import Exchange, Prepared, Settings, State
 from spartito.steps.prepared import Pair
+from spartito.steps.recovery import ShardsLostError, Standing, share_state
 from spartito.steps.team import Team
 
 Rules = Sequence[tuple[str, Any]]
@@ -99,6 +102,7 @@ class TensorParallel:
         self._names, self._strict = dict(names or {}), strict
         self.computation = WholeModel(team, _inside_of_a_pass)
         self.agreement = self.account = MeshAgreement(team)
+        self._uncut: list[nn.Module] = []  # of a task that joins, until it has met the others
 
     @property
     def fraction(self) -> float:
@@ -121,6 +125,9 @@ class TensorParallel:
 
     def lay_out(self, model: nn.Module) -> None:
         """As `Placement.lay_out`."""
+        if self._team.groups.joins:
+            make_all(model)
+            return
         self._cut(model, partial(told, self._team.groups.world))
 
     def bring(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
@@ -136,6 +143,9 @@ class TensorParallel:
             tensors: Parameters and buffers of it.
         """
         own, groups = unwrap(model), self._team.groups
+        if groups.joins:
+            self._uncut.append(own)
+            return
         known, tensors = placing.specs_of(own), [each for each in tensors if not each.is_meta]
         cut = [tensor for tensor in tensors if id(tensor) in known]
         rest = [tensor for tensor in tensors if id(tensor) not in known]
@@ -162,6 +172,17 @@ class TensorParallel:
             return own, PackedGradients(optimizer, self._team.replicas)
         return self._exchange.gradients(own, optimizer)
 
+    def rejoin(self) -> None:
+        """All tasks have met again: the axes have others along them, and who joins cuts its models.
+
+        The values come afterwards.
+        """
+        for name, axis in self._axes.items():
+            axis.join(self._team.groups[AXIS + name])
+        for model in self._uncut:
+            self._cut(model, Tensor.detach)
+        self._uncut = []
+
     def cut_state(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Leave this task its part of the state that a fresh optimizer has (Adagrad).
 
@@ -172,8 +193,7 @@ class TensorParallel:
         Raises:
             UserError: The optimizer may look at whole parameters.
         """
-        specs, axes = placing.specs_of(model), self._axes
-        kind = type(optimizer)
+        specs, kind = placing.specs_of(model), type(optimizer)
         for parameter in optimizer_parameters(optimizer):
             how = specs.get(id(parameter))
             if how is None:
@@ -187,7 +207,7 @@ class TensorParallel:
             shape = how.global_shape(parameter.shape, self.mesh.axes)
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.shape == shape:
-                    optimizer.state[parameter][key] = placing.shard_of(value, how, axes)
+                    optimizer.state[parameter][key] = placing.shard_of(value, how, self._axes)
 
     def prepared(self, pair: Pair, couple: Callable[[Pair], None]) -> None:
         """As `Placement.prepared`: at once."""
@@ -286,6 +306,97 @@ class TensorParallel:
         is_whole = all(placed.spec.is_replicated for placed in planned.values())
         if is_whole and self._team.is_chief and self._team.groups[LAYERS].world_size > 1:
             warn("no tensor of the model is cut: all tasks of the mesh compute all of it")
+
+
+class InColumns:
+    """Each part of a model is on one task for each data shard: those of a column of the mesh.
+
+    An update is made once all tasks have its gradients. Where one is lost just then, some have made
+    it and others have not; these still can, and do if anybody has.
+
+    Args:
+        team: Whose training it is.
+        placement: How the model lies on them.
+    """
+
+    def __init__(self, team: Team, placement: TensorParallel) -> None:
+        self._team, self._placement = team, placement
+        self._begun: Pair | None = None  # its update waits for the others
+        self._open: list[tuple[Pair, list[Tensor | None], list[Tensor]]] = []
+
+    def keep(self) -> None:
+        """As `Copies.keep`: they are there."""
+        self._open = []
+
+    @contextmanager
+    def updating(self, pair: Pair, aboard: bool) -> Generator[None]:
+        """As `Copies.updating`."""
+        if aboard:
+            self._begun = pair
+            self._meet()
+            self._begun = None
+        yield
+
+    @contextmanager
+    def loading(self, aboard: bool) -> Generator[None]:
+        """As `Copies.loading`: nothing else is to know."""
+        yield
+
+    def leaving(self, cause: TaskLostError | None) -> TaskLostError | None:
+        """As `Copies.leaving`: keep an update that others may have made."""
+        if self._begun is not None:
+            pair, self._begun = self._begun, None
+            grads = [p.grad for p in pair.gradients.parameters]
+            own = [None if grad is None else grad.clone() for grad in grads]
+            buffers = [buffer.clone() for buffer in unwrap(pair.model).buffers()]
+            self._open = [(pair, own, buffers)]
+        return cause
+
+    def share(
+        self, own: Standing, training: Callable[[], dict[str, Any]]
+    ) -> tuple[Standing, dict[str, Any] | None]:
+        """As `Copies.share`: each column brings its part up to the newest update."""
+        team = self._team
+        self._placement.rejoin()
+        world, column = team.groups.world, team.replicas
+        texts = world.all_gather_bytes(msgspec.json.encode((own, column.ranks)))
+        told = [msgspec.json.decode(text, type=tuple[Standing, list[int]]) for text in texts]
+        able = [each.progress for each, _ in told if not each.is_new]
+        newest = max(able, default=own.progress)[0]
+        lost = [ranks for _, ranks in told if all(told[rank][0].is_new for rank in ranks)]
+        if lost and able:
+            names = " and ".join(world.names[rank] for rank in lost[0])
+            raise ShardsLostError(
+                f"{names} were lost together: a part of the model is nowhere",
+                "Start the job again: it goes on from the newest backup of BackupAndRestore, or "
+                "checkpoint, if there is one.",
+            )
+        at = own.progress[0]
+        if at < newest and self._open and not own.is_new:
+            self._finish()
+            at += 1
+        self._open = []
+        here = msgspec.structs.replace(own, progress=(at,))
+        with saving():
+            share_state(column, team.pairs.all, here, dict)
+        return share_state(world, (), own, training)
+
+    def _meet(self) -> None:
+        """All tasks have the gradients of an update."""
+        self._team.groups.world.barrier()
+
+    def _finish(self) -> None:
+        """Make the update that others have made."""
+        for pair, grads, buffers in self._open:
+            for parameter, grad in zip(pair.gradients.parameters, grads, strict=True):
+                parameter.grad = grad
+            with torch.no_grad():
+                for buffer, value in zip(unwrap(pair.model).buffers(), buffers, strict=True):
+                    buffer.copy_(value)
+            with stepping(pair.optimizer):
+                pair.optimizer.step()
+            for parameter in pair.gradients.parameters:
+                parameter.grad = None
 
 
 @contextmanager

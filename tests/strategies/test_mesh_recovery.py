@@ -1,0 +1,85 @@
+"""Tasks of a mesh that are killed: all go on as if they were not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import spartito as sp
+from spartito.cluster.recovery import Recovery
+from spartito.engine.gradients import PackedGradients
+from spartito.errors import UserError
+from spartito.steps.tensor_parallel import InColumns
+from tests.collectives.group import spec
+from tests.strategies.test_recovery import Plan, Spot, difference, run, without
+from tests.strategies.test_sharded_recovery import Around
+
+MESH: dict[str, Any] = {"name": "mesh", "model": 2}
+REDUCED: Spot = Around(PackedGradients, "reduce")
+MET: Spot = Around(InColumns, "_meet")
+BEFORE: Spot = Around(InColumns, "_meet", before=True)
+
+
+def check(plan: Plan, folder: Path) -> None:
+    killed = run(plan, folder / "killed")
+    expected = run(Plan(4, strategy=plan.strategy, training=plan.training), folder / "whole")[0]
+    for result in killed:
+        assert difference(without(result, "here"), without(expected, "here")) == 0.0
+
+
+def unheard(die: Callable[[], None]) -> None:
+    """All have met, and this task is the one that has not heard of it before another is lost."""
+    folder: Path = die.func.__self__.folder  # type: ignore[attr-defined]
+    meet, finish = InColumns._meet, InColumns._finish
+
+    def once(copies: InColumns) -> None:
+        InColumns._meet = meet  # type: ignore[method-assign]
+        meet(copies)
+        meet(copies)  # it ends with the loss: nobody comes to it
+
+    def noted(copies: InColumns) -> None:
+        finish(copies)
+        (folder / "finished").touch()
+
+    InColumns._meet, InColumns._finish = once, noted  # type: ignore[method-assign]
+
+
+def test_an_update_that_some_have_made_is_made_by_all(tmp_path: Path) -> None:
+    """Tasks 1 and 3 have one part of the model: 3 dies, and 1 does not know what 0 and 2 did."""
+    plan = Plan(
+        4, spots={(3, 6): MET, (1, 6): unheard}, strategy=MESH, training={"optimizer": "AdamW"}
+    )
+    check(plan, tmp_path)
+    assert (tmp_path / "killed" / "finished").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("communication", ["auto", "sockets"])
+def test_a_task_is_killed_wherever_it_is(communication: str, tmp_path: Path) -> None:
+    spots = {(0, 2): REDUCED, (3, 5): BEFORE, (1, 8): MET, (2, 11): REDUCED}
+    training = {"optimizer": "NAdam", "batch": 9, "metrics": ["accuracy", "confusion_matrix"]}
+    strategy = {**MESH, "communication": communication}
+    check(Plan(4, spots=spots, strategy=strategy, training=training), tmp_path)
+
+
+@pytest.mark.slow
+def test_all_who_have_a_part_are_killed_and_go_on_from_a_backup(tmp_path: Path) -> None:
+    training = {"backup": True}
+    kills = frozenset({(1, 8), (3, 8)})
+    check(Plan(4, kills, strategy=MESH, training=training), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"model": 4}, "one data shard"),
+        ({"model": 2, "zero": 1}, "zero=1"),
+        ({"model": 2, "recovery": Recovery(min_workers=3)}, "min_workers=3 on a mesh of 4 tasks"),
+    ],
+)
+def test_what_could_not_be_brought_back_is_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        sp.MeshStrategy(cluster=spec(0, 4, 1), **{"recovery": Recovery(), **options}).engine  # noqa: B018
