@@ -5,14 +5,11 @@ from __future__ import annotations
 import gc
 from importlib import import_module
 
-from tests import stacks
-
 # The first optimizer of a process imports torch._dynamo; a run's report is drawn by matplotlib.
 for name in (
     *("torch._dynamo", "spartito.training.trainer", "tests.strategies.ps_processes"),
     *("jinja2", "matplotlib.backends.backend_svg", "matplotlib.figure", "matplotlib.ticker"),
 ):
     import_module(name)
-stacks.register()
 gc.collect()
 gc.freeze()  # nobody looks through all of torch again

@@ -3,7 +3,55 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
+from unittest import mock
 
 context: Any = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["tests.preloaded"])
+context.set_forkserver_preload(["tests.server"])
+
+
+def preload() -> None:
+    """Import what all processes of tests need."""
+    import_module("tests.preloaded")
+
+
+def fork_server() -> None:
+    """Start the server as a fork of this process, so that it has all that is imported here.
+
+    Else it starts with the first process that is asked for, and imports what these need.
+    """
+    resource_tracker.ensure_running()
+    with mock.patch.object(util, "spawnv_passfds", _fork):
+        forkserver.ensure_running()
+
+
+def _fork(_: bytes, words: Sequence[str], kept: Sequence[int]) -> int:
+    """Start the Python program that ``words`` end with; it has no files but ``kept``."""
+    if pid := os.fork():
+        return pid
+    try:
+        _as_new(kept)
+        exec(words[-1], {})
+    finally:
+        os._exit(1)
+
+
+def _as_new(kept: Sequence[int]) -> None:
+    """Be as a program that has just started, but for its modules: forget what is pytest's."""
+    tracker, start = resource_tracker.getfd(), 3
+    assert tracker is not None
+    for number in sorted({*kept, tracker}):
+        os.closerange(start, number)
+        start = number + 1
+    os.closerange(start, os.sysconf("SC_OPEN_MAX"))
+    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
+    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+    warnings.resetwarnings()
+    warnings.simplefilter("error")
