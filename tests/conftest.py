@@ -26,9 +26,6 @@ settings.register_profile(
 )
 settings.load_profile("patient")
 
-MANY = 200
-"""A file with so many tests takes minutes."""
-
 PROGRAMS = {"Commands", "commands_in", "subprocess"}
 """What modules import whose tests start programs: these take longer than their number says."""
 
@@ -72,17 +69,13 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long first: containers, nodes, whole jobs, many tests; then what starts programs.
+    """What takes long first, so that in the end no worker is left alone with it."""
 
-    Each file is one worker's, so in the end none is left alone with a long one.
-    """
-    count = Counter(item.path for item in items)
-
-    def order(item: pytest.Item) -> tuple[bool, bool, int]:
+    def order(item: pytest.Item) -> tuple[bool, bool]:
         marks = {mark.name for mark in item.iter_markers()}
-        whole = bool(marks & {"docker", "slurm"}) or item.path.stem.endswith("_integration")
+        is_long = bool(marks & {"docker", "slurm", "slow"})
         starts = not PROGRAMS.isdisjoint(vars(getattr(item, "module", object)))
-        return not whole and count[item.path] < MANY, not starts, -count[item.path]
+        return not is_long and not item.path.stem.endswith("_integration"), not starts
 
     items.sort(key=order)
 

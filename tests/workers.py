@@ -2,8 +2,8 @@
 
 So nothing is imported or collected twice, and the processes that tests need are forked from what
 is loaded here (`tests.processes`). Whichever worker is free takes the next group of tests: those of
-one file, a few at a time where the file shares no fixture. Tests with replicas keep the cores busy:
-of these as many run at a time as there are cores, and beside them tests that mostly wait.
+one file, a few at a time where the file shares no fixture. Tests with replicas keep two cores busy
+or more, and take twice as long where several share these: beside them run tests that mostly wait.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AT_ONCE = 8
 """A group has so many tests, at most, where its file shares no fixture."""
 
 COMPUTES = "replicas"
-"""The fixture of tests that keep the cores busy."""
+"""The fixture of tests that keep two cores busy."""
 
 CORES = len(os.sched_getaffinity(0))
 END_SECONDS = 60.0
@@ -136,7 +136,8 @@ class Workers:
         """Give a worker its next group; it ends where none may run now."""
         if not worker.left:
             busy = sum(one.computes for one in self._workers if one is not worker)
-            worker.computes = bool(self._computing) and busy < CORES
+            most = max(1, CORES // 2) if self._waiting else CORES
+            worker.computes = bool(self._computing) and busy < most
             groups = self._computing if worker.computes else self._waiting
             worker.left.extend(groups.popleft() if groups else ())
         worker.pipe.send(list(worker.left))
@@ -211,8 +212,8 @@ class Task:
             capture.suspend_global_capture()
         try:
             self._loop()
-        except KeyboardInterrupt:
-            pass
+        except (KeyboardInterrupt, EOFError, BrokenPipeError):
+            pass  # the parent ends, or has ended
         finally:
             self._session._setupstate.teardown_exact(None)
             end()
