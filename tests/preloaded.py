@@ -5,10 +5,17 @@ from __future__ import annotations
 import gc
 from importlib import import_module
 
-# The first optimizer of a process imports torch._dynamo; a run's report is drawn by matplotlib.
+# The first optimizer of a process imports torch._dynamo; a run's report is drawn by matplotlib. What
+# takes seconds to import is not imported by replicas while others wait for them.
 for name in (
     *("torch._dynamo", "spartito.training.trainer", "tests.strategies.ps_processes"),
-    *("jinja2", "matplotlib.backends.backend_svg", "matplotlib.figure", "matplotlib.ticker"),
+    *(
+        "torchmetrics",
+        "jinja2",
+        "matplotlib.backends.backend_svg",
+        "matplotlib.figure",
+        "matplotlib.ticker",
+    ),
 ):
     import_module(name)
 gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import sys
@@ -12,6 +13,8 @@ from importlib import import_module
 from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
 from unittest import mock
+
+from spartito.log import logger
 
 context: Any = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.server"])
@@ -55,3 +58,7 @@ def _as_new(kept: Sequence[int]) -> None:
     sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
     warnings.resetwarnings()
     warnings.simplefilter("error")
+    logging.getLogger().handlers.clear()
+    for handler in logger.handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)

@@ -187,7 +187,7 @@ def _serve(pipe: Connection) -> None:
     from spartito import strategies
 
     torch.set_num_threads(1)
-    os.environ["SPARTITO_TIMEOUT"] = "20"
+    os.environ["SPARTITO_TIMEOUT"] = "60"
     remarks = Remarks()
     while True:
         try:
