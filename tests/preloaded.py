@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 from importlib import import_module
 
-# The first optimizer of a process imports torch._dynamo; a run's report is drawn by matplotlib. What
-# takes seconds to import is not imported by replicas while others wait for them.
+# The first optimizer of a process imports torch._dynamo; a run's report is drawn by matplotlib.
+# What takes seconds to import is not imported by replicas while others wait for them.
 for name in (
     *("torch._dynamo", "spartito.training.trainer", "tests.strategies.ps_processes"),
     *(

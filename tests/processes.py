@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
@@ -23,6 +24,13 @@ context.set_forkserver_preload(["tests.server"])
 def preload() -> None:
     """Import what all processes of tests need."""
     import_module("tests.preloaded")
+
+
+def log_to_stderr() -> None:
+    """Our lines go where stderr is now."""
+    for handler in logger.handlers:
+        if type(handler) is logging.StreamHandler:  # pytest adds some of its own
+            handler.stream = sys.stderr  # `setStream` would flush the one before, which is closed
 
 
 def fork_server() -> None:
@@ -42,23 +50,24 @@ def _fork(_: bytes, words: Sequence[str], kept: Sequence[int]) -> int:
     try:
         _as_new(kept)
         exec(words[-1], {})
+    except Exception:
+        traceback.print_exc(file=sys.__stderr__)
     finally:
         os._exit(1)
 
 
 def _as_new(kept: Sequence[int]) -> None:
     """Be as a program that has just started, but for its modules: forget what is pytest's."""
+    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
+    logging.getLogger().handlers.clear()
+    logger.handlers[:] = [one for one in logger.handlers if type(one) is logging.StreamHandler]
+    log_to_stderr()
+    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+    warnings.resetwarnings()
+    warnings.simplefilter("error")
     tracker, start = resource_tracker.getfd(), 3
     assert tracker is not None
     for number in sorted({*kept, tracker}):
         os.closerange(start, number)
         start = number + 1
     os.closerange(start, os.sysconf("SC_OPEN_MAX"))
-    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
-    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
-    warnings.resetwarnings()
-    warnings.simplefilter("error")
-    logging.getLogger().handlers.clear()
-    for handler in logger.handlers:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setStream(sys.stderr)

@@ -207,6 +207,7 @@ class Task:
         if capture := manager.getplugin("capturemanager"):
             capture.stop_global_capturing()  # into files that all workers share
             capture.start_global_capturing()
+            processes.log_to_stderr()
         processes.fork_server()
         if capture:
             capture.suspend_global_capture()
