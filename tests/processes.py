@@ -15,8 +15,6 @@ from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
 from unittest import mock
 
-from spartito.log import logger
-
 context: Any = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.server"])
 
@@ -27,10 +25,16 @@ def preload() -> None:
 
 
 def log_to_stderr() -> None:
-    """Our lines go where stderr is now."""
-    for handler in logger.handlers:
-        if type(handler) is logging.StreamHandler:  # pytest adds some of its own
-            handler.stream = sys.stderr  # `setStream` would flush the one before, which is closed
+    """What is logged to a stream goes where stderr is now."""
+    for log in _loggers():
+        for handler in log.handlers:
+            if type(handler) is logging.StreamHandler:  # pytest adds some of its own
+                handler.stream = sys.stderr  # `setStream` would flush the one before: it is closed
+
+
+def _loggers() -> list[logging.Logger]:
+    known = logging.root.manager.loggerDict.values()
+    return [logging.root, *(one for one in known if isinstance(one, logging.Logger))]
 
 
 def fork_server() -> None:
@@ -59,8 +63,8 @@ def _fork(_: bytes, words: Sequence[str], kept: Sequence[int]) -> int:
 def _as_new(kept: Sequence[int]) -> None:
     """Be as a program that has just started, but for its modules: forget what is pytest's."""
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
-    logging.getLogger().handlers.clear()
-    logger.handlers[:] = [one for one in logger.handlers if type(one) is logging.StreamHandler]
+    for log in _loggers():  # pytest adds handlers to each that has some; they write to files
+        log.handlers[:] = [one for one in log.handlers if "_pytest" not in type(one).__module__]
     log_to_stderr()
     sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
     warnings.resetwarnings()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -151,6 +152,9 @@ class Workers:
         item = self._session.items[worker.left.popleft()]
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
+    def _broke(self, worker: Worker, text: str) -> None:
+        raise RuntimeError(f"{worker.process.name} cannot go on:\n{text}")
+
     def _ended(self, worker: Worker) -> None:
         """Another worker does what is left, after the test with which this one ended."""
         worker.process.join()
@@ -159,15 +163,14 @@ class Workers:
         code = worker.process.exitcode
         if not worker.left and not code:
             return
-        if worker.left:
-            item = self._session.items[worker.left.popleft()]
-            report = pytest.TestReport(
-                *(item.nodeid, item.location, {}, "failed"),
-                *(f"{worker.process.name} ended here with exit code {code}", "call"),
-            )
-            item.ihook.pytest_runtest_logreport(report=report)
-        else:  # it said why
-            self._session.testsfailed += 1
+        if not worker.left:
+            raise RuntimeError(f"{worker.process.name} ended between two tests: exit code {code}")
+        item = self._session.items[worker.left.popleft()]
+        report = pytest.TestReport(
+            *(item.nodeid, item.location, {}, "failed"),
+            *(f"{worker.process.name} ended here with exit code {code}", "call"),
+        )
+        item.ihook.pytest_runtest_logreport(report=report)
         self._start(worker.number, worker.left)
 
     def _interrupt(self) -> None:
@@ -212,11 +215,15 @@ class Task:
         if capture:
             capture.suspend_global_capture()
         try:
-            self._loop()
+            try:
+                self._loop()
+            finally:
+                self._session._setupstate.teardown_exact(None)
         except (KeyboardInterrupt, EOFError, BrokenPipeError):
             pass  # the parent ends, or has ended
+        except Exception:  # of pytest or a plugin, for what a test raises is in its report
+            self._parent.send(("broke", traceback.format_exc()))
         finally:
-            self._session._setupstate.teardown_exact(None)
             end()
 
     def _loop(self) -> None:

@@ -47,6 +47,9 @@ def test_after_it(number: int) -> None:
 
 def test_of_replicas(replicas: Replicas) -> None:
     assert len(set(replicas(os.getpid, 2))) == 2
+    server, again = (replicas(os.getppid, 1)[0] for _ in range(2))
+    assert "forkserver" not in Path(f"/proc/{server}/cmdline").read_text()  # not a new program
+    assert server == again
 
 
 def test_waits(ends: Path) -> None:
