@@ -154,7 +154,8 @@ def test_an_own_name_that_means_the_loopback(commands: Commands, hosts: Hosts) -
     assert "on worker 1 its own name beta means 127.0.1.1" in what(found, "loopback")
 
 
-@pytest.mark.parametrize("servers", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("servers", [0, 1])
 def test_training_by_names_that_mean_the_loopback(
     commands: Commands, hosts: Hosts, servers: int
 ) -> None:
