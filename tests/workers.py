@@ -3,7 +3,8 @@
 So nothing is imported or collected twice, and the processes that tests need are forked from what
 is loaded here (`tests.processes`). Whichever worker is free takes the next group of tests: those of
 one file, a few at a time where the file shares no fixture. Tests with replicas keep two cores busy
-or more, and take twice as long where several share these: beside them run tests that mostly wait.
+or more, and take twice as long where several share these; whole clusters have limits of time that
+are right for a machine of their own. So few of either run at a time, beside tests that mostly wait.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import signal
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -28,10 +29,11 @@ from tests import processes
 AT_ONCE = 8
 """A group has so many tests, at most, where its file shares no fixture."""
 
-COMPUTES = "replicas"
-"""The fixture of tests that keep two cores busy."""
-
 CORES = len(os.sched_getaffinity(0))
+
+CLUSTERS, COMPUTING, WAITING = "clusters", "computing", "waiting"
+"""Kinds of tests: in containers or under Slurm; with replicas; all others."""
+
 END_SECONDS = 60.0
 """Workers that are interrupted have so long to end what their tests have started."""
 
@@ -72,6 +74,13 @@ def _shares(item: pytest.Item) -> bool:
     return any(one.scope in ("class", "module", "package") for one in fixtures)
 
 
+def kind_of(item: pytest.Item) -> str:
+    """How a test uses the machine."""
+    if any(item.iter_markers("docker")) or any(item.iter_markers("slurm")):
+        return CLUSTERS
+    return COMPUTING if "replicas" in getattr(item, "fixturenames", ()) else WAITING
+
+
 @dataclass
 class Worker:
     """A worker as its parent sees it, with the tests that it has still to run."""
@@ -80,7 +89,7 @@ class Worker:
     process: BaseProcess
     pipe: Connection
     left: deque[int] = field(default_factory=deque)
-    computes: bool = False
+    kind: str = ""
 
 
 class Workers:
@@ -88,10 +97,10 @@ class Workers:
 
     def __init__(self, session: pytest.Session, count: int, *around: Callable[..., object]) -> None:
         self._session, self._count, self._around = session, count, around
-        self._computing, self._waiting = deque[range](), deque[range]()
+        self._groups = {kind: deque[range]() for kind in (CLUSTERS, COMPUTING, WAITING)}
         for group in groups_of(session.items):
-            names = {name for n in group for name in getattr(session.items[n], "fixturenames", ())}
-            (self._computing if COMPUTES in names else self._waiting).append(group)
+            kinds = {kind_of(session.items[n]) for n in group}
+            self._groups[next(kind for kind in self._groups if kind in kinds)].append(group)
         self._workers: list[Worker] = []
 
     def run(self) -> None:
@@ -136,11 +145,15 @@ class Workers:
     def _free(self, worker: Worker) -> None:
         """Give a worker its next group; it ends where none may run now."""
         if not worker.left:
-            busy = sum(one.computes for one in self._workers if one is not worker)
-            most = max(1, CORES // 2) if self._waiting else CORES
-            worker.computes = bool(self._computing) and busy < most
-            groups = self._computing if worker.computes else self._waiting
-            worker.left.extend(groups.popleft() if groups else ())
+            worker.kind = ""
+            busy = Counter(one.kind for one in self._workers)
+            most = {CLUSTERS: CORES, WAITING: self._count}
+            most[COMPUTING] = max(1, CORES // 2) if self._groups[WAITING] else CORES
+            for kind, groups in self._groups.items():
+                if groups and busy[kind] < most[kind]:
+                    worker.kind = kind
+                    worker.left.extend(groups.popleft())
+                    break
         worker.pipe.send(list(worker.left))
 
     def _report(self, _: Worker, told: dict[str, Any]) -> None:
