@@ -10,6 +10,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
@@ -60,12 +61,21 @@ def _fork(_: bytes, words: Sequence[str], kept: Sequence[int]) -> int:
         os._exit(1)
 
 
+def _caches() -> list[Any]:
+    """The functions of ours that keep what they return."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("spartito")]
+    kind = type(cache(id))
+    return [found for each in modules for found in vars(each).values() if isinstance(found, kind)]
+
+
 def _as_new(kept: Sequence[int]) -> None:
-    """Be as a program that has just started, but for its modules: forget what is pytest's."""
+    """Be as a program that has just started, but for its modules: forget what they know."""
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
     for log in _loggers():  # pytest adds handlers to each that has some; they write to files
         log.handlers[:] = [one for one in log.handlers if "_pytest" not in type(one).__module__]
     log_to_stderr()
+    for cached in _caches():
+        cached.cache_clear()
     sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
     warnings.resetwarnings()
     warnings.simplefilter("error")
