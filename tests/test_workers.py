@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from pathlib import Path
@@ -49,3 +50,23 @@ def test_the_first_failure_can_be_the_last(env: dict[str, str]) -> None:
         ended = commands.start(*PYTEST, "-x", "-k", "fails or waits", env=env).end()
     assert ended.code == pytest.ExitCode.TESTS_FAILED
     assert "stopping after 1 failures" in ended.out
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_go_on_ends_the_run_and_says_why(env: dict[str, str]) -> None:
+    with commands_in(SUITE.parents[2]) as commands:
+        ended = commands.start(*PYTEST, "-p", "tests.inner.broken", "-k", "passes", env=env).end()
+    assert ended.code == pytest.ExitCode.INTERNAL_ERROR
+    assert "cannot go on" in ended.text
+    assert "RuntimeError: a mistake of the plugin" in ended.text
+
+
+@pytest.mark.slow
+def test_time_limits_and_durations_are_as_without_workers(env: dict[str, str]) -> None:
+    with commands_in(SUITE.parents[2]) as commands:
+        words = ("-k", "waits", "--timeout=1", "--durations=1")
+        ended = commands.start(*PYTEST, *words, env=env).end()
+    assert ended.code == pytest.ExitCode.TESTS_FAILED
+    assert "1 failed" in ended.out
+    assert "Failed: Timeout (>1.0s) from pytest-timeout" in ended.out
+    assert re.search(r"s call +tests/inner/workers.py::test_waits", ended.out)

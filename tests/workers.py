@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 import traceback
 from collections import Counter, deque
@@ -23,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
+from _pytest._io import TerminalWriter
 
 from tests import processes
 
@@ -200,6 +202,14 @@ class Workers:
             worker.pipe.close()
 
 
+class Terminal:
+    """What plugins write to the terminal, as pytest-timeout does, is output of their test."""
+
+    @property
+    def _tw(self) -> TerminalWriter:
+        return TerminalWriter(sys.stderr)
+
+
 class Task:
     """What runs in a worker."""
 
@@ -217,6 +227,7 @@ class Task:
         config = self._session.config
         manager = config.pluginmanager
         manager.unregister(name="terminalreporter")
+        manager.register(Terminal(), "terminalreporter")
         manager.register(self)
         factory = config._tmp_path_factory  # type: ignore[attr-defined]
         factory._basetemp = factory.mktemp(f"worker{number}")
