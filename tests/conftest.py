@@ -5,7 +5,6 @@ from tests import known_state
 known_state.begin()  # before anything reads the environment
 
 import os  # noqa: E402
-import re  # noqa: E402
 import secrets  # noqa: E402
 import tempfile  # noqa: E402
 from collections import Counter  # noqa: E402
@@ -18,7 +17,7 @@ import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from spartito.wire import ports  # noqa: E402
-from tests import commands, skips, stacks  # noqa: E402
+from tests import commands, skips, stacks, workers  # noqa: E402
 from tests.replicas import Replicas  # noqa: E402
 
 # A test waits for its turn on a busy machine.
@@ -26,9 +25,6 @@ settings.register_profile(
     "patient", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("patient")
-
-MANY = 200
-"""A file with so many tests takes minutes."""
 
 PROGRAMS = {"Commands", "commands_in", "subprocess"}
 """What modules import whose tests start programs: these take longer than their number says."""
@@ -40,37 +36,46 @@ torch.set_num_threads(1)  # several would wait for each other, spinning, where a
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    workers.add_option(parser)
     parser.addoption("--skips-to", metavar="FILE", help="append each skip's kind and reason")
 
 
 def pytest_configure() -> None:
-    """Each worker of pytest draws free ports of its own, which no other takes before their use."""
     skips.required(os.environ)
-    worker = int(re.sub(r"\D", "", os.environ.get("PYTEST_XDIST_WORKER", "0")))
-    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    begin(0, 1)
+
+
+def begin(worker: int, count: int) -> None:
+    """Each worker draws free ports of its own, which no other takes before their use."""
     ports.BELOW_EPHEMERAL = ports.BELOW_EPHEMERAL[worker::count]
     os.environ[commands.SUITE] = secrets.token_hex(8)
     descriptor, os.environ[stacks.FILE] = tempfile.mkstemp(prefix="stacks-", text=True)
     os.close(descriptor)
 
 
-def pytest_unconfigure() -> None:
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Tests run in workers that are forked, where ``--numprocesses`` asks for some."""
+    return workers.run(session, begin, end)
+
+
+def end() -> None:
+    """A process that has run tests leaves no file."""
     Path(os.environ[stacks.FILE]).unlink(missing_ok=True)
+
+
+def pytest_unconfigure() -> None:
+    end()
     known_state.end()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long first: containers, nodes, whole jobs, many tests; then what starts programs.
+    """What takes long first, so that in the end no worker is left alone with it."""
 
-    Each file is one worker's, so in the end none is left alone with a long one.
-    """
-    count = Counter(item.path for item in items)
-
-    def order(item: pytest.Item) -> tuple[bool, bool, int]:
+    def order(item: pytest.Item) -> tuple[bool, bool]:
         marks = {mark.name for mark in item.iter_markers()}
-        whole = bool(marks & {"docker", "slurm"}) or item.path.stem.endswith("_integration")
+        is_long = bool(marks & {"docker", "slurm", "slow"})
         starts = not PROGRAMS.isdisjoint(vars(getattr(item, "module", object)))
-        return not whole and count[item.path] < MANY, not starts, -count[item.path]
+        return not is_long and not item.path.stem.endswith("_integration"), not starts
 
     items.sort(key=order)
 

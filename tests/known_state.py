@@ -32,7 +32,9 @@ OF_TOOLS = {"DOCKER_CONFIG": ".docker", "GIT_CONFIG_GLOBAL": ".gitconfig"}
 """What tools read in the user's home, by the variable that says where it is instead."""
 
 OWN_HOME = "SPARTITO_TEST_HOME"
-"""The home that tests have; a worker of pytest-xdist has that of the process that started it."""
+"""The home that tests have; a suite that a test starts has that of the test."""
+
+_made: list[str] = []
 
 PYTHONS_OWN = {signal.SIGPIPE, signal.SIGXFSZ}
 """The interpreter ignores these, and restores them in its children."""
@@ -46,7 +48,9 @@ def begin() -> None:
             signal.signal(number, signal.default_int_handler if is_int else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.umask(UMASK)
-    home = os.environ.get(OWN_HOME) or tempfile.mkdtemp(prefix="spartito-home-", dir="/tmp")
+    if not (home := os.environ.get(OWN_HOME, "")):
+        home = tempfile.mkdtemp(prefix="spartito-home-", dir="/tmp")
+        _made.append(home)
     clean = environment(os.environ, home)
     os.environ.clear()
     os.environ.update(clean)
@@ -68,6 +72,6 @@ def of_others() -> dict[str, str]:
 
 
 def end() -> None:
-    """Remove the home that `begin` made, unless another process made it."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        shutil.rmtree(os.environ[OWN_HOME], ignore_errors=True)
+    """Remove the home that `begin` made."""
+    for home in _made:
+        shutil.rmtree(home, ignore_errors=True)

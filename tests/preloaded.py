@@ -5,14 +5,18 @@ from __future__ import annotations
 import gc
 from importlib import import_module
 
-from tests import stacks
-
 # The first optimizer of a process imports torch._dynamo; a run's report is drawn by matplotlib.
+# What takes seconds to import is not imported by replicas while others wait for them.
 for name in (
     *("torch._dynamo", "spartito.training.trainer", "tests.strategies.ps_processes"),
-    *("jinja2", "matplotlib.backends.backend_svg", "matplotlib.figure", "matplotlib.ticker"),
+    *(
+        "torchmetrics",
+        "jinja2",
+        "matplotlib.backends.backend_svg",
+        "matplotlib.figure",
+        "matplotlib.ticker",
+    ),
 ):
     import_module(name)
-stacks.register()
 gc.collect()
 gc.freeze()  # nobody looks through all of torch again

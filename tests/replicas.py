@@ -187,7 +187,7 @@ def _serve(pipe: Connection) -> None:
     from spartito import strategies
 
     torch.set_num_threads(1)
-    os.environ["SPARTITO_TIMEOUT"] = "20"
+    os.environ["SPARTITO_TIMEOUT"] = "60"
     remarks = Remarks()
     while True:
         try:
@@ -204,6 +204,7 @@ def _serve(pipe: Connection) -> None:
                 outcome = (False, _failure(error))
             strategies._of_the_job.clear()  # as other strategies end with the job's objects
             gc.collect()
+            gc.freeze()  # what is left is not looked through again
         if outcome[0] and remarks.unexpected:
             outcome = (False, ("unexpected", "\n".join(remarks.unexpected), ""))
         pipe.send_bytes(pickle.dumps(outcome))  # torch's own pickler would share the tensors

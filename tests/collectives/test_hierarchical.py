@@ -62,7 +62,14 @@ def test_leaders_tell_their_machine_that_they_get_on() -> None:
         assert [group.result(rank) for rank in range(3)] == [True, False, True]
 
 
-@pytest.mark.parametrize("ways", [("aab", "aba"), ("abab", "abbb"), ("aabca",)], ids=",".join)
+WAYS = [
+    ("aab", "aba"),
+    ("abab", "abbb"),
+    pytest.param(("aabca",), marks=pytest.mark.slow, id="aabca"),
+]
+
+
+@pytest.mark.parametrize("ways", WAYS, ids=",".join)
 def test_any_placement_gives_the_same_results(ways: tuple[str, ...]) -> None:
     world_size = len(ways[0])
     told = [(f"on {way}", port) for way, port in zip(ways, free_ports(len(ways)), strict=True)]

@@ -70,7 +70,12 @@ trainer.fit(data, batch_size=8, epochs=1)
 """
 
 
-@pytest.mark.parametrize("shared", SHARED)
+FIRST, *OTHERS = SHARED
+
+
+@pytest.mark.parametrize(
+    "shared", [FIRST, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)]
+)
 def test_a_job_on_a_machine_without_shared_memory(commands: Commands, shared: str) -> None:
     if not shutil.which("unshare") or commands.start(*NAMESPACES, "true").end().code:
         skip("mount", "this machine allows no mounts of our own")

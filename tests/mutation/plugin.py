@@ -32,9 +32,9 @@ class Recording:
     """Writes the number of the running test where the recorder reads it, and how each ended."""
 
     def __init__(self, folder: Path) -> None:
-        self._worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
-        self._current = folder / f"current-{self._worker}"
-        self._tests = (folder / f"tests-{self._worker}").open("w")
+        self._part = os.environ.get("PYTEST_PART", "0")
+        self._current = folder / f"current-{self._part}"
+        self._tests = (folder / f"tests-{self._part}").open("w")
         self._number = 0
 
     @pytest.hookimpl(tryfirst=True)

@@ -20,10 +20,10 @@ FOLDER = os.path.join(os.path.dirname(__file__), "..", "entered")
 
 def start() -> None:
     """Record from now on, in this process, its threads and its forks."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
-    with suppress(OSError), open(os.path.join(FOLDER, f"current-{worker}"), "rb") as file:
+    part = os.environ.get("PYTEST_PART", "0")
+    with suppress(OSError), open(os.path.join(FOLDER, f"current-{part}"), "rb") as file:
         current = mmap.mmap(file.fileno(), 4, prot=mmap.PROT_READ)
-        listed = os.path.join(FOLDER, f"entered-{worker}")
+        listed = os.path.join(FOLDER, f"entered-{part}")
         is_ours: dict[str, bool] = {}
         seen: set[tuple[str, str, bytes]] = set()
 

@@ -111,6 +111,7 @@ def test_elsewhere():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # three runs of pytest, which compile all modules
 def test_a_mutant_acts_in_a_copy_and_in_the_children_of_its_tests() -> None:
     with tree() as copied:
         file = copied.folder / "src" / "spartito" / "made.py"

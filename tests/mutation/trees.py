@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ from tests.mutation.mutants import Mutant
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "runs", "__pycache__", "*.egg-info")
 MARK = "SPARTITO_TEST_MUTANT"
+PART = "PYTEST_PART"
+"""The variable that says which part of the tests a recorder sees."""
+
 TEST_LIMIT = 150.0
 """Seconds that one test may take under a mutant, unless its own limit says otherwise."""
 
@@ -73,19 +77,22 @@ class Tree:
         shutil.copytree(ROOT, self.folder, ignore=LEFT_OUT, symlinks=True)
 
     def record(self, targets: Sequence[str], processes: int) -> Map:
-        """Run the tests ``targets`` without a mutant; ``processes``: workers of pytest-xdist."""
+        """Run the tests ``targets`` without a mutant, by so many processes of pytest."""
         folder = self.folder / "entered"
         folder.mkdir()
-        for worker in ("main", *(f"gw{number}" for number in range(processes))):
-            (folder / f"current-{worker}").write_bytes(bytes(4))
-            (folder / f"entered-{worker}").touch()
+        files = [file for target in targets for file in self._files(target)]
+        parts = {str(n): files[n::processes] for n in range(processes) if files[n::processes]}
+        for part in parts:
+            (folder / f"current-{part}").write_bytes(bytes(4))
+            (folder / f"entered-{part}").touch()
         source = self.folder / "src"
         shutil.copy(Path(__file__).with_name("recorder.py"), source / "recorder.py")
         init = source / "spartito" / "__init__.py"
         plain = init.read_text()
         init.write_text(f"{plain}\nimport recorder\n")
-        workers = ["-n", str(processes), "--dist=loadfile"] if processes > 1 else []
-        self._pytest([*workers, f"--entered={folder}", *targets], limit=None)
+        with ThreadPoolExecutor(processes) as pool:
+            for part, its in parts.items():
+                pool.submit(self._pytest, [f"--entered={folder}", *its], None, {PART: part})
         init.write_text(plain)
         entered: defaultdict[str, set[str]] = defaultdict(set)
         seconds: defaultdict[str, float] = defaultdict(float)
@@ -104,6 +111,11 @@ class Tree:
                     entered[f"{path}: {function}"].add(names[int(number)])
         shutil.rmtree(folder)
         return Map({k: sorted(v) for k, v in entered.items()}, dict(seconds), sorted(failed))
+
+    def _files(self, target: str) -> list[str]:
+        """The files with tests of a folder, or ``target`` itself."""
+        found = sorted((self.folder / target).rglob("test_*.py"))
+        return [str(file.relative_to(self.folder)) for file in found] or [target]
 
     def run(self, mutant: Mutant, tests: Sequence[str], seconds: float) -> tuple[str, str]:
         """Run ``tests`` with the mutant: "killed", "timeout" or "survived", and what failed."""
@@ -128,7 +140,7 @@ class Tree:
         return {0: "survived", 4: "untested", 5: "untested"}.get(done.returncode, "killed"), failure
 
     def _pytest(
-        self, words: Sequence[str], limit: float | None
+        self, words: Sequence[str], limit: float | None, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str] | None:
         """pytest in the copy; nothing that it starts outlives it. None: not within ``limit``."""
         mark = secrets.token_hex(8)
@@ -140,7 +152,7 @@ class Tree:
             return subprocess.run(
                 [sys.executable, "-m", "pytest", *options, *quick, *words],
                 cwd=self.folder,
-                env={**plain, **own},
+                env={**plain, **own, **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -42,7 +42,10 @@ CASES: list[Any] = [
     ("crosses", "SGD", 3, {"split": ["relu", "more"]}),
     ("idles", "SGD", 3, {"split": ["1", "3"], "schedule": "zero_bubble", "microbatches": 2}),
     ("functions", "SGD", 2, {"split": ["b"]}),
-    ("gpt", "Adam", 4, {"mesh": SQUARE, "schedule": "zero_bubble"}),
+    ("mlp", "Adam", 4, {"mesh": SQUARE, "schedule": "zero_bubble"}),
+    pytest.param(
+        "gpt", "Adam", 4, {"mesh": SQUARE, "schedule": "zero_bubble"}, marks=pytest.mark.slow
+    ),
     pytest.param("cats", "SGD", 4, {"mesh": SQUARE, "microbatches": 2}, marks=pytest.mark.slow),
     pytest.param("gpt", "SGD", 8, {"mesh": CUBE}, marks=pytest.mark.slow),
     pytest.param("cats", "SGD", 8, {"mesh": CUBE, "microbatches": 2}, marks=pytest.mark.slow),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -23,8 +24,14 @@ OTHERS = [
 ]
 
 
+@cache
+def of_torch(loss: str, **options: Any) -> dict[str, Any]:
+    """What all replicas of all tests are compared with."""
+    return jobs.of_torch(dict(jobs.cases())[loss], **options)
+
+
 def same(found: dict[str, Any], loss: str, **options: Any) -> None:
-    expected = jobs.of_torch(dict(jobs.cases())[loss], **options)
+    expected = of_torch(loss, **options)
     for name, value in expected["weights"].items():
         difference = (found["weights"][name] - value).abs().max().item()
         assert difference < (1e-7 if loss == "scaled" else EXACT), (loss, name, difference)
