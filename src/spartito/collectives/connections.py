@@ -99,24 +99,33 @@ class Connections:
             raise self._broken
         self._tag, self._begins = tag, True
 
-    def swap(self, out: Mapping[int, Views], into: Mapping[int, Views]) -> None:
+    def swap(self, out: Mapping[int, Views], into: Mapping[int, Views]) -> tuple[int, int]:
         """Send a row to each rank of ``out``, and wait for those of the ranks of ``into``.
 
         A row may have no bytes; its views have some. The first swap of a call counts it: all ranks
         make one, who has nothing to swap an empty one.
+
+        Returns:
+            The bytes that went out, and that came.
         """
         if self._broken is not None:
             raise self._broken
         self._step += self._begins
         self._begins = False
         links, step, tag = self._links, self._step, self._tag
+        sent = received = 0
         for peer, views in out.items():
-            links[peer].push(PART, step, 0, tag, views, sum(map(len, views)))
+            size = sum(map(len, views))
+            links[peer].push(PART, step, 0, tag, views, size)
+            sent += size
         for peer, views in into.items():
-            links[peer].expect(Want(step, tag, views, sum(map(len, views))))
+            size = sum(map(len, views))
+            links[peer].expect(Want(step, tag, views, size))
+            received += size
         waited = list(into)
         is_waited = lambda peer: links[peer].want is not None  # noqa: E731
         self._move(lambda: waited, is_waited, list(out), self.patience)
+        return sent, received
 
     def send(self, row: memoryview, target: int, tag: int, call: int) -> None:
         """Leave a message for rank ``target``: ``call`` says what it is, for who takes it."""
@@ -193,13 +202,20 @@ class Connections:
         links, limit = self._links, self.timeout + patience
         start, before = time.monotonic(), -1
         while True:
-            sending = [peer for peer in to if self._is_late(peer)]
-            here = sorted({*sending, *(p for p in waited() if self._read(p, is_waited))})
+            sending = [peer for peer in to if not links[peer].is_sent and self._is_late(peer)]
+            here = [peer for peer in waited() if self._read(peer, is_waited)]
+            if sending:
+                here = sorted({*sending, *here})
             if not here:
                 return
-            if lost := [peer for peer in here if links[peer].is_gone]:
-                raise self._fail(self._alarm.gone(lost))
-            now, total = time.monotonic(), sum(links[peer].moved for peer in here)
+            total = 0
+            for peer in here:
+                link = links[peer]
+                total += link.moved
+                if link.is_gone:
+                    lost = [peer for peer in here if links[peer].is_gone]
+                    raise self._fail(self._alarm.gone(lost))
+            now = time.monotonic()
             if total != before:
                 start, before = now, total
                 self.moved()
@@ -216,8 +232,10 @@ class Connections:
 
     def _read(self, peer: int, is_waited: Callable[[int], bool]) -> bool:
         """Read what is here from ``peer``; whether it is still waited for."""
+        link = self._links[peer]
         while is_waited(peer):
-            self._check(peer)
+            if link.parts or link.farewell is not None:
+                self._check(peer)
             if not self._pull(peer):
                 return True
         return False
@@ -231,6 +249,7 @@ class Connections:
         return False
 
     def _pull(self, peer: int) -> bool:
+        """Read what is here of one frame at most; whether there was anything."""
         try:
             return self._links[peer].pull()
         except BrokenFrameError as error:

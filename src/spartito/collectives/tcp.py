@@ -201,14 +201,15 @@ class SocketCollective(Collective):
         began, before = time.perf_counter(), waits()
         try:
             self._connections.begin(self.current_call.tag)
-            self._connections.swap(out, into)
+            sent, received = self._connections.swap(out, into)
         except MismatchedCallsError as error:
             self.abort(error)
             raise
-        self.traffic.sent += sum(len(view) for views in out.values() for view in views)
-        self.traffic.received += sum(len(view) for views in into.values() for view in views)
         resume(before)
-        self.traffic.waited += time.perf_counter() - began
+        traffic = self.traffic
+        traffic.sent += sent
+        traffic.received += received
+        traffic.waited += time.perf_counter() - began
 
     def _swap(
         self,
