@@ -17,9 +17,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from spartito.collectives.calls import mismatch
+from spartito.collectives.calls import encode, mismatch
 from spartito.collectives.collective import HALF, Collective, Piggybacked, Reducer, added, left
-from spartito.collectives.connections import Connections
+from spartito.collectives.connections import Connections, Wanted
 from spartito.collectives.links import MOST_TEXT, Views
 from spartito.collectives.liveness import LivenessCheck
 from spartito.collectives.peers import connect_all
@@ -187,6 +187,7 @@ class SocketCollective(Collective):
         self._connections.interrupt()
 
     def abort(self, error: SpartitoError) -> None:
+        self._connections.leave(error)
         self._liveness.leave(error, self.close)
 
     def exchange(self, out: Mapping[int, Views], into: Mapping[int, Views]) -> None:
@@ -221,6 +222,24 @@ class SocketCollective(Collective):
             {peer: views(out(peer)) for peer in self.peers},
             {peer: views(into(peer)) for peer in self.peers},
         )
+
+    def send(self, tensor: Tensor, target: int, tag: int) -> None:
+        """Leave ``tensor`` for rank ``target``, without waiting for it."""
+        flat = _flat(tensor)
+        row = views([flat])[0] if flat.numel() else memoryview(b"")
+        self._connections.send(row, target, tag, encode("send", flat.numel(), flat.dtype))
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> None:
+        """Fill ``tensor``, one block of memory, with what rank ``source`` sends by this tag."""
+        into = views([tensor.view(-1)])
+
+        def take(row: memoryview, _: int) -> None:
+            for view in into:
+                view[:] = row
+
+        wanted = Wanted(source, tag, encode("send", tensor.numel(), tensor.dtype), take)
+        self._connections.want(wanted)
+        self._connections.wait_for(wanted)
 
     def scratch(self, sizes: Sequence[int]) -> list[Tensor]:
         """Memory of so many bytes each, which the next call gets too."""

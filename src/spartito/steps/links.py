@@ -33,8 +33,8 @@ class Links:
         ranks = self._mesh.along(PIPELINE, cluster.rank)
         tasks = len(ranks)
         rank_of = [tasks - 1 - stage % tasks for stage in range(tasks * self._per_task)]
-        operations = connect(rendezvous, cluster, ranks)
-        self.messages = Messages(operations, ranks.index(cluster.rank), rank_of)
+        mail = connect(rendezvous, ranks)
+        self.messages = Messages(mail, ranks.index(cluster.rank), rank_of)
         return found
 
     def close(self) -> None:
