@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from spartito.collectives.calls import encode
+from spartito.collectives.links import HEAD, PART
 from spartito.collectives.peers import RANK, connect_all
 from spartito.collectives.rendezvous import connect
 from spartito.collectives.store import KeyValues, Membership
-from spartito.collectives.tcp import HEAD, SMALL, SocketCollective, slices
+from spartito.collectives.tcp import SMALL, SocketCollective, slices
 from spartito.collectives.torch_store import OfTorch
 from spartito.errors import MismatchedCallsError, TaskLostError, UserError
 from spartito.wire.addresses import DRAWN, Endpoint
@@ -96,8 +97,11 @@ def half_a_transfer(pipe: Connection, rank: int, port: int, victim: int) -> Any:
     pipe.recv()
     word = encode("all_reduce", 1 << 20, torch.float32)
     if rank == victim:
-        for connection in group._connections.values():
-            connection.sendall(word.to_bytes(HEAD, "little") + b"\x00" * 1000)
+        step = group._connections._step + 1
+        for peer, link in group._connections._links.items():
+            part = slices(1 << 20, 3)[peer]
+            head = HEAD.pack(PART, step, 0, word, 4 * (part.stop - part.start))
+            link._connection.sendall(head + b"\x00" * 1000)
         os._exit(1)
     try:
         group.all_reduce(torch.ones(1 << 20))
@@ -127,8 +131,9 @@ def test_a_peer_that_left_because_of_another_call_is_no_loss(unread: bytes) -> N
     store = OfTorch(HashStore())
     with ThreadPoolExecutor() as pool:
         peer, late = pool.map(lambda rank: SocketCollective(_member(rank, store), HERE), range(2))
-    late._connections[0].sendall(unread)
-    peer._connections[1].sendall(encode("barrier", 0, None).to_bytes(HEAD, "little"))
+    late._connections._links[0]._connection.sendall(unread)
+    step = peer._connections._step + 1
+    peer._connections._links[1].push(PART, step, 0, encode("barrier", 0, None), [], 0)
     peer.close()
     with pytest.raises(MismatchedCallsError, match="worker 0 is at barrier, worker 1 at all_red"):
         late.all_reduce(torch.ones(3))

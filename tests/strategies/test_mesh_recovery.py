@@ -36,7 +36,7 @@ def unheard(die: Callable[[], None]) -> None:
     meet, finish = InColumns._meet, InColumns._finish
 
     def once(copies: InColumns) -> None:
-        InColumns._meet = meet  # type: ignore[method-assign]
+        InColumns._meet = meet  # type: ignore[method-assign,assignment]
         meet(copies)
         meet(copies)  # it ends with the loss: nobody comes to it
 
@@ -44,7 +44,7 @@ def unheard(die: Callable[[], None]) -> None:
         finish(copies)
         (folder / "finished").touch()
 
-    InColumns._meet, InColumns._finish = once, noted  # type: ignore[method-assign]
+    InColumns._meet, InColumns._finish = once, noted  # type: ignore[method-assign,assignment]
 
 
 def test_an_update_that_some_have_made_is_made_by_all(tmp_path: Path) -> None:

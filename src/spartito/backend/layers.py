@@ -89,7 +89,7 @@ class TwoLayers:
         self._joints: dict[tuple[int, ...], SeveralMachines] = {}
         self._scratch = NOTHING
         self.address = wire.address
-        wire.patience = PATIENCE
+        wire.limit_to(group.timeout, PATIENCE)
         self._inside: _OneRank | _Neighbours = _OneRank()
         try:
             if len(self._here) > 1:
@@ -208,7 +208,7 @@ class TwoLayers:
     def limit_to(self, seconds: float) -> None:
         """Let each wait for another rank take no longer than ``seconds`` from now on."""
         self._inside.limit_to(seconds)
-        self._wire.timeout = seconds
+        self._wire.limit_to(seconds)
 
     def leave(self, error: BaseException) -> None:
         """Make no more calls: who waits for this rank raises ``error``."""

@@ -117,7 +117,7 @@ class SeveralMachines:
 
     def limit_to(self, seconds: float) -> None:
         """Let each wait for another rank take no longer than ``seconds`` from now on."""
-        self._wire.timeout = seconds
+        self._wire.limit_to(seconds)
 
     def leave(self, error: BaseException) -> None:
         """Make no more calls: who waits for this rank raises ``error``."""

@@ -28,6 +28,7 @@ OPERATIONS = (
     "copies of shards",
     "reduce_scatter",
     "all_to_all",
+    "send",
 )
 PURPOSES = (
     "",

@@ -175,11 +175,6 @@ class Rendezvous:
         group = self._member(self._store, ranks).under(f"{name}/{ranks[0]}")
         return group, self._shares_memory and len(hosts) == 1, self._spins
 
-    @property
-    def is_of_torch(self) -> bool:
-        """Whether its groups are process groups of torch."""
-        return self._uses_process_group
-
     def close(self) -> None:
         """Leave all groups. May be called again."""
         while self._groups:
@@ -398,11 +393,6 @@ class Part:
     def members(self, name: str, ranks: Sequence[int]) -> tuple[Membership, bool, bool]:
         """As `Rendezvous.members`."""
         return self._rendezvous.members(name, self._of_job(ranks))
-
-    @property
-    def is_of_torch(self) -> bool:
-        """As `Rendezvous.is_of_torch`."""
-        return self._rendezvous.is_of_torch
 
     def placement(self) -> Placement:
         """As `Rendezvous.placement`."""

@@ -9,31 +9,28 @@ directions at once.
 from __future__ import annotations
 
 import ctypes
-import select
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from spartito.collectives.calls import encode, mismatch
 from spartito.collectives.collective import HALF, Collective, Piggybacked, Reducer, added, left
+from spartito.collectives.connections import Connections, Wanted
+from spartito.collectives.links import MOST_TEXT, Views
 from spartito.collectives.liveness import LivenessCheck
-from spartito.collectives.peers import close_all, connect_all
-from spartito.collectives.store import Membership
-from spartito.errors import SpartitoError, UserError
+from spartito.collectives.peers import connect_all
+from spartito.collectives.store import Membership, error_from_text, error_to_text
+from spartito.errors import MismatchedCallsError, SpartitoError, UserError
 from spartito.heartbeat import resume, waits
 from spartito.waiting import Waiting
 from spartito.wire.addresses import Endpoint
-from spartito.wire.flow import Flow, Views
 from spartito.wire.secret import NO_SECRET, Key
-from spartito.wire.streams import Connection, disconnect
 
 SMALL = 64 << 10  # bytes that a rank may send to have a tensor added up as a whole by all
-MAX_WAIT = 1e6  # seconds of one poll
-HEAD = 8  # bytes in front of each message: the number of the call that it is part of
-FIRST_LOOK, LOOK = 0.5, 0.25  # seconds of a wait until one looks who lives, and until the next
 ALIGNED = 64  # bytes: where a part of the scratch memory may begin
 
 
@@ -43,42 +40,50 @@ def slices(numel: int, world_size: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """What goes to a peer, and where that which it sends is to lie."""
+class _Alarm:
+    """The errors of a group of tasks, of which those that live sign in at the store."""
 
-    peer: int
-    out: Views
-    into: Views
+    def __init__(self, group: SocketCollective) -> None:
+        self._group = weakref.proxy(group)
 
+    def different(self, calls: Mapping[int, int], notes: Mapping[int, str]) -> BaseException:
+        """As `spartito.collectives.connections.Alarm`, and so all of these."""
+        names = self._group.names
+        return mismatch({names[rank] + notes.get(rank, ""): calls[rank] for rank in calls})
 
-class Swapped(Flow):
-    """A swap on its way, behind the number of the call that it is part of."""
+    def gone(self, ranks: Sequence[int]) -> BaseException:
+        what = "is gone: it closed the connection"
+        return self._lost(ConnectionResetError(what), ranks, what)
 
-    __slots__ = ("_head", "peer")
+    def late(self, ranks: Sequence[int]) -> BaseException:
+        what = f"did not come within {self._group.timeout:g} s"
+        return self._lost(TimeoutError(what), ranks, what)
 
-    def __init__(self, swap: Swap, connection: Connection, head: bytes) -> None:
-        self.peer = swap.peer
-        self._head = bytearray(HEAD)
-        out, into = [memoryview(head), *swap.out], [memoryview(self._head), *swap.into]
-        super().__init__(connection, out, into)
+    def broken(self, rank: int) -> BaseException:
+        what = "is gone: it sent what is no frame"
+        return self._lost(ConnectionError(what), [rank], what)
 
-    @property
-    def head(self) -> bytearray | None:
-        """The number that the peer sent, None before it is here."""
-        return self._head if self.received >= HEAD else None
+    def left(self) -> BaseException:
+        return left()
 
-    def move(self) -> int:
-        """Move what goes without waiting, and return the events to wait for: 0 when all is done.
+    def said(self, error: BaseException) -> bytes:
+        found = error if isinstance(error, SpartitoError) else SpartitoError(str(error))
+        return error_to_text(found).encode()[:MOST_TEXT]
 
-        Raises `OSError` if the peer closed the connection.
-        """
-        try:
-            self.send()
-        finally:  # of a peer that has left too: what it sent before says why
-            while self.into and self.receive():
-                pass
-        return (select.POLLOUT if self.out else 0) | (select.POLLIN if self.into else 0)
+    def heard(self, words: bytes) -> BaseException:
+        return error_from_text(words.decode(errors="replace"))
+
+    def look(self, ranks: Sequence[int]) -> None:
+        group = self._group
+        if group._liveness.looks and (
+            gone := group._liveness.gone([group.names[rank] for rank in ranks])
+        ):
+            raise group._liveness.lost(TimeoutError(), gone, "is out of reach")
+
+    def _lost(self, why: OSError, ranks: Sequence[int], what: str) -> BaseException:
+        group = self._group
+        found: BaseException = group._liveness.lost(why, [group.names[r] for r in ranks], what)
+        return found
 
 
 class SocketCollective(Collective):
@@ -98,17 +103,27 @@ class SocketCollective(Collective):
         self.rank = rank = group.rank
         self.world_size = group.size
         self.names = group.names
-        self.timeout = group.timeout
         self.waiting = Waiting(rank, group.names)
         self._liveness = LivenessCheck(group)
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self.peers = [other for other in range(self.world_size) if other != rank]
-        self._connections = connect_all(group.under("sockets"), endpoint, key)
+        found = connect_all(group.under("sockets"), endpoint, key)
+        self._connections = Connections(rank, found, self.waiting, group.timeout, _Alarm(self))
+        self._connections.moved = lambda: self.moved()
+        self.peers = self._connections.peers
         try:
             self.barrier()
         except BaseException:
             self.close()
             raise
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a wait for another task may take."""
+        return self._connections.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._connections.timeout = seconds
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         return self._in_place(tensor, self.reduce_all)
@@ -117,12 +132,15 @@ class SocketCollective(Collective):
         flat = _flat(tensor)
         parts = [torch.empty_like(flat) for _ in range(self.world_size)]
         parts[self.rank].copy_(flat)
-        self.exchange(self.swaps(lambda _: [flat], lambda peer: [parts[peer]]))
+        self._swap(lambda _: [flat], lambda peer: [parts[peer]])
         return [part.view(tensor.shape) for part in parts]
 
     def _all_gather_into(self, output: Tensor, tensor: Tensor) -> None:
-        own = _memory(tensor)
-        self.exchange([Swap(peer, [own], [_memory(output[peer])]) for peer in self.peers])
+        own = [_memory(tensor)] if tensor.numel() else []
+        self.exchange(
+            dict.fromkeys(self.peers, own),
+            {peer: [_memory(output[peer])] if own else [] for peer in self.peers},
+        )
         if output[self.rank].data_ptr() != tensor.data_ptr():
             output[self.rank] = tensor
 
@@ -133,23 +151,20 @@ class SocketCollective(Collective):
         out = rows.contiguous().view(self.world_size, -1)
         came = torch.empty_like(out)
         came[self.rank] = out[self.rank]
-        self.exchange(self.swaps(lambda peer: [out[peer]], lambda peer: [came[peer]]))
+        self._swap(lambda peer: [out[peer]], lambda peer: [came[peer]])
         return came.view(rows.shape)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         def send(flat: Tensor) -> None:
             mine = self.rank == source
-            self.exchange(
-                self.swaps(
-                    lambda _: [flat] if mine else [],
-                    lambda peer: [flat] if peer == source else [],
-                )
+            self._swap(
+                lambda _: [flat] if mine else [], lambda peer: [flat] if peer == source else []
             )
 
         return self._in_place(tensor, send)
 
     def _barrier(self) -> None:
-        self.exchange(self.swaps(lambda _: [], lambda _: []))
+        self._swap(lambda _: [], lambda _: [])
 
     def _reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
         if device.type != "cpu":
@@ -164,76 +179,67 @@ class SocketCollective(Collective):
         return Sum(self, [tensor.detach().view(-1) for tensor in tensors]).run
 
     def close(self) -> None:
-        close_all(self._connections)
+        self._connections.close()
         self._liveness.close()
 
     def interrupt(self) -> None:
         self._liveness.close()
-        for connection in self._connections.values():
-            disconnect(connection)
+        self._connections.interrupt()
 
     def abort(self, error: SpartitoError) -> None:
+        self._connections.leave(error)
         self._liveness.leave(error, self.close)
 
-    def swaps(
-        self,
-        out: Callable[[int], Sequence[Tensor]],
-        into: Callable[[int], Sequence[Tensor]],
-    ) -> list[Swap]:
-        """A swap with each peer, of flat tensors, which are functions of its rank."""
-        return [Swap(peer, _views(out(peer)), _views(into(peer))) for peer in self.peers]
+    def exchange(self, out: Mapping[int, Views], into: Mapping[int, Views]) -> None:
+        """Send a row to each rank of ``out``, and wait for those of the ranks of ``into``.
 
-    def exchange(self, swaps: Sequence[Swap]) -> None:
-        """Make all ``swaps`` at the same time; each is a message in both directions.
+        All tasks call this together; who has nothing to exchange gives two empty ones.
 
         Raises `MismatchedCallsError` if a peer is at another call, and `TaskLostError` that names
         a peer which closes its connection, or with which nothing moves within the limit while
         nothing else does.
         """
-        if swaps and not self._connections:
-            raise left()
         began, before = time.perf_counter(), waits()
-        head = self.current_call.tag.to_bytes(HEAD, "little")
-        flows = {
-            self._connections[swap.peer].fileno(): Swapped(swap, self._connections[swap.peer], head)
-            for swap in swaps
-        }
-        waiter = select.poll()
-        for number in flows:
-            waiter.register(number)
-        ready = list(flows)
-        while ready:
-            moved = [flows[number] for number in ready]
-            gone: dict[int, OSError] = {}
-            for number in ready:
-                flow = flows[number]
-                try:
-                    events = flow.move()
-                except OSError as error:
-                    gone[flow.peer] = error
-                    continue
-                if events:
-                    waiter.register(number, events)
-                else:
-                    waiter.unregister(number)
-                    del flows[number]
-            for flow in moved:  # all peers have our call before we leave because of one
-                if (received := flow.head) is not None and received != head:
-                    self._compare(flow.peer, int.from_bytes(received, "little"))
-            for peer, why in gone.items():  # without another call of its own
-                what = f"is gone: {why.strerror}"
-                raise self._liveness.lost(why, [self.names[peer]], what) from why
-            ready = self._wait(waiter, flows) if flows else []
-            if flows and not ready:
-                late = [self.names[flow.peer] for flow in flows.values()]
-                what = f"did not come within {self.timeout:g} s"
-                raise self._liveness.lost(TimeoutError(what), late, what)
-            self.moved()
-        for swap in swaps:
-            self.traffic.sent += sum(map(len, swap.out))
-            self.traffic.received += sum(map(len, swap.into))
+        try:
+            self._connections.begin(self.current_call.tag)
+            sent, received = self._connections.swap(out, into)
+        except MismatchedCallsError as error:
+            self.abort(error)
+            raise
         resume(before)
-        self.traffic.waited += time.perf_counter() - began
+        traffic = self.traffic
+        traffic.sent += sent
+        traffic.received += received
+        traffic.waited += time.perf_counter() - began
+
+    def _swap(
+        self,
+        out: Callable[[int], Sequence[Tensor]],
+        into: Callable[[int], Sequence[Tensor]],
+    ) -> None:
+        """Swap flat tensors with each peer, which are functions of its rank."""
+        self.exchange(
+            {peer: views(out(peer)) for peer in self.peers},
+            {peer: views(into(peer)) for peer in self.peers},
+        )
+
+    def send(self, tensor: Tensor, target: int, tag: int) -> None:
+        """Leave ``tensor`` for rank ``target``, without waiting for it."""
+        flat = _flat(tensor)
+        row = views([flat])[0] if flat.numel() else memoryview(b"")
+        self._connections.send(row, target, tag, encode("send", flat.numel(), flat.dtype))
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> None:
+        """Fill ``tensor``, one block of memory, with what rank ``source`` sends by this tag."""
+        into = views([tensor.view(-1)])
+
+        def take(row: memoryview, _: int) -> None:
+            for view in into:
+                view[:] = row
+
+        wanted = Wanted(source, tag, encode("send", tensor.numel(), tensor.dtype), take)
+        self._connections.want(wanted)
+        self._connections.wait_for(wanted)
 
     def scratch(self, sizes: Sequence[int]) -> list[Tensor]:
         """Memory of so many bytes each, which the next call gets too."""
@@ -243,25 +249,6 @@ class SocketCollective(Collective):
         if starts[-1] > len(self._scratch):
             self._scratch = torch.empty(starts[-1], dtype=torch.uint8)
         return [self._scratch[start:][:size] for start, size in zip(starts, sizes, strict=False)]
-
-    def _wait(self, waiter: select.poll, flows: Mapping[int, Swapped]) -> list[int]:
-        """The flows that can move; none after the time limit."""
-        limit = min(self.timeout, MAX_WAIT)
-        waited = 0.0
-        while waited < limit:
-            end = self.waiting.due(limit)
-            if self._liveness.looks:
-                end = min(end, max(FIRST_LOOK, waited + LOOK))
-            if ready := waiter.poll((end - waited) * 1000):
-                return [number for number, _ in ready]
-            waited = end
-            late = [flow.peer for flow in flows.values()]
-            self.waiting.look(waited, late, self.timeout)
-            if self._liveness.looks and (
-                gone := self._liveness.gone([self.names[peer] for peer in late])
-            ):
-                raise self._liveness.lost(TimeoutError(), gone, "is out of reach")
-        return []
 
     def _in_place(self, tensor: Tensor, call: Callable[[Tensor], object]) -> Tensor:
         flat = _flat(tensor)
@@ -292,15 +279,21 @@ class Sum:
         come = {peer: [next(memory).view(own.dtype) for own in self._sums] for peer in peers}
         come[mine] = self._sums
         self._parts = list(zip(*(come[rank] for rank in range(world_size)), strict=True))
-        self._scatter = group.swaps(owned, lambda peer: come[peer])
-        results = group.swaps(
-            lambda _: owned(mine, large=True), lambda peer: owned(peer, large=True)
+        self._scatter = (
+            {peer: views(owned(peer)) for peer in peers},
+            {peer: views(come[peer]) for peer in peers},
         )
-        self._gather = [swap for swap in results if swap.out or swap.into]
+        results = views(owned(mine, large=True))
+        gathered = {peer: views(owned(peer, large=True)) for peer in peers}
+        self._gather = (
+            dict.fromkeys(peers, results) if results else {},
+            {peer: found for peer, found in gathered.items() if found},
+        )
+        self._is_whole = not any(cut)
 
     def run(self) -> None:
         """Replace what is in the tensors by the sums."""
-        self._group.exchange(self._scatter)
+        self._group.exchange(*self._scatter)
         for (first, *others, last), own in zip(self._parts, self._sums, strict=True):
             if first.dtype in HALF and others:  # rounded once, not with each part
                 own.copy_(sum((part.float() for part in (*others, last)), first.float()))
@@ -308,7 +301,8 @@ class Sum:
             for part in others:  # one of the parts is our own, which is read before it is written
                 first.add_(part)
             torch.add(first, last, out=own)
-        self._group.exchange(self._gather)
+        if not self._is_whole:
+            self._group.exchange(*self._gather)
 
 
 class SocketReducer:
@@ -344,6 +338,6 @@ def _memory(tensor: Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-def _views(tensors: Sequence[Tensor]) -> Views:
+def views(tensors: Sequence[Tensor]) -> Views:
     """The bytes of flat tensors where they lie."""
     return [tensor.view(torch.uint8).numpy().data for tensor in tensors if tensor.numel()]

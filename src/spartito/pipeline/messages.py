@@ -11,15 +11,12 @@ from torch import Tensor
 
 from spartito.backend.errors import LostRankError
 from spartito.backend.machine import OneMachine
-from spartito.backend.machines import SeveralMachines
 from spartito.backend.operations import Alone, Operations
-from spartito.backend.wire import Wire
-from spartito.cluster.endpoints import job_key, peer_endpoint
-from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.calls import code_of, dtype_of
 from spartito.collectives.collective import Traffic
 from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.collectives.rendezvous import Rendezvous
+from spartito.collectives.tcp import SocketCollective
 from spartito.errors import SpartitoError
 from spartito.pipeline.cut import Cut
 
@@ -45,7 +42,7 @@ class Mail(Protocol):
 
 
 class _Own:
-    """Messages by our own memory and sockets."""
+    """Messages by memory of a machine."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
@@ -55,22 +52,21 @@ class _Own:
         self._operations.receive(tensor, source, tag).wait()
 
 
-class _OfTorch:
-    """Messages by a process group of torch, which the rendezvous closes."""
+class _OfGroup:
+    """Messages by a group that sends them, which the rendezvous closes."""
 
-    def __init__(self, group: ProcessGroupCollective) -> None:
+    def __init__(self, group: ProcessGroupCollective | SocketCollective) -> None:
         self.send, self.receive, self.leave = group.send, group.receive, group.abort
 
     def close(self) -> None:
         """Nothing of its own is left."""
 
 
-def connect(rendezvous: Rendezvous, cluster: ClusterSpec, ranks: Sequence[int]) -> Mail:
+def connect(rendezvous: Rendezvous, ranks: Sequence[int]) -> Mail:
     """Connect the tasks of a pipeline; all of them call it together.
 
     Args:
         rendezvous: Where the tasks of the job meet.
-        cluster: All tasks.
         ranks: Those of this pipeline, by their rank in the job.
 
     Returns:
@@ -81,12 +77,11 @@ def connect(rendezvous: Rendezvous, cluster: ClusterSpec, ranks: Sequence[int]) 
     """
     if len(ranks) == 1:
         return _Own(Alone())
-    if rendezvous.is_of_torch:
-        return _OfTorch(cast("ProcessGroupCollective", rendezvous.group("pipeline", ranks)))
     group, together, spins = rendezvous.members("pipeline", ranks)
     if together:
         return _Own(OneMachine(group, spins))
-    return _Own(SeveralMachines(Wire(group, peer_endpoint(cluster), job_key(cluster))))
+    made = rendezvous.group("pipeline", ranks, beside=True)
+    return _OfGroup(cast("ProcessGroupCollective | SocketCollective", made))
 
 
 class Messages:

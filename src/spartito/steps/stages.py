@@ -114,8 +114,8 @@ class Lines:
         ranks = self.grid.mesh.along(PIPELINE, cluster.rank)
         tasks = len(ranks)
         rank_of = [tasks - 1 - stage % tasks for stage in range(tasks * self.per_task)]
-        operations = connect(rendezvous, cluster, ranks)
-        self._messages.append(Messages(operations, ranks.index(cluster.rank), rank_of))
+        mail = connect(rendezvous, ranks)
+        self._messages.append(Messages(mail, ranks.index(cluster.rank), rank_of))
         return found
 
     @property

@@ -24,7 +24,7 @@ from spartito.collectives.calls import encode
 from spartito.collectives.collective import Collective
 from spartito.collectives.pages import PAGE
 from spartito.collectives.shared_memory import SharedMemoryCollective
-from spartito.collectives.tcp import SocketCollective
+from spartito.collectives.tcp import SocketCollective, views
 from spartito.errors import UserError
 
 NONE = -1
@@ -146,7 +146,6 @@ class SentCopies(Memory):
         super().__init__(sizes)
         self._group, at = group, order.index(group.rank)
         self._keeper, self._kept = order[(at + 1) % len(order)], order[at - 1]
-        self._neighbours = {self._keeper, self._kept}
         self._bytes = {
             rank: [torch.zeros(sizes[rank], dtype=torch.uint8) for _ in (0, 1)]
             for rank in (group.rank, self._kept)
@@ -156,12 +155,11 @@ class SentCopies(Memory):
         return self._bytes[self._group.rank][turn]
 
     def send(self, turn: int) -> None:
-        swaps = self._group.swaps(
-            lambda peer: [self.own(turn)] if peer == self._keeper else [],
-            lambda peer: [self._bytes[peer][turn]] if peer == self._kept else [],
-        )
         with self._group.current_call.call(encode("copies of shards", 0, torch.uint8)):
-            self._group.exchange([each for each in swaps if each.peer in self._neighbours])
+            self._group.exchange(
+                {self._keeper: views([self.own(turn)])},
+                {self._kept: views([self._bytes[self._kept][turn]])},
+            )
 
     def of(self, rank: int, turn: int) -> Tensor | None:
         return self._bytes[rank][turn] if rank in self._bytes else None

@@ -1,6 +1,6 @@
-"""A connection to another rank: frames go out in their order, and those that come are kept.
+"""A connection to another task: frames go out in their order, and those that come are kept.
 
-A frame is a head and its bytes. The head says what the frame is for, so that a rank knows what it
+A frame is a head and its bytes. The head says what the frame is for, so that a task knows what it
 reads before it takes the bytes:
 
     | kind | step | tag | call | bytes |   8 bytes each
@@ -11,21 +11,21 @@ from __future__ import annotations
 import struct
 import threading
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
-from spartito.backend.errors import MOST_TEXT
-from spartito.backend.memory import RESERVE, Bytes
 from spartito.wire.flow import Flow
-from spartito.wire.streams import Connection, send_no_more
+from spartito.wire.streams import Connection, disconnect, send_no_more
 
 HEAD = struct.Struct("<5q")
 PART, MESSAGE, FAREWELL = range(3)
-"""Kinds: a part of a collective call, a message, and why a rank makes no more calls."""
-MOST = RESERVE
+"""Kinds: a part of a collective call, a message, and why a task makes no more calls."""
+MOST = 16 << 30
 """Bytes of a frame that nobody waits for yet, and of what one connection keeps to be sent."""
+MOST_TEXT = 4096  # bytes of a farewell
 MOST_DRAINED = 1 << 26  # bytes that are read before a connection is closed
 
 
@@ -33,33 +33,42 @@ class BrokenFrameError(Exception):
     """What came is no frame."""
 
 
+Views = Sequence[memoryview]
+"""Bytes that lie in several places, one after the other."""
+
+
 @dataclass(slots=True, eq=False)
 class Frame:
-    """What comes; ``is_whole`` once its bytes are here."""
+    """What comes; ``is_whole`` once its bytes are here.
+
+    They are in ``row``, or where they were wanted: then that is None.
+    """
 
     kind: int
     step: int
     tag: int
     call: int
-    row: Bytes
+    size: int
+    row: memoryview | None = None
     is_whole: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Want:
     """The part of a call that is waited for, and where its bytes are to lie."""
 
     step: int
     call: int
-    row: Bytes
+    into: Views
+    size: int
 
     def fits(self, frame: Frame) -> bool:
         """Whether it is this one that came."""
-        return (frame.step, frame.call, len(frame.row)) == (self.step, self.call, len(self.row))
+        return frame.call == self.call and frame.step == self.step and frame.size == self.size
 
 
 class Link:
-    """A connection to another rank; ``connection`` does not block."""
+    """A connection to another task; ``connection`` does not block."""
 
     def __init__(self, connection: Connection) -> None:
         self.number = connection.fileno()
@@ -90,15 +99,20 @@ class Link:
         return sum(map(len, self._flow.out))
 
     def push(
-        self, kind: int, step: int, tag: int, call: int, row: Bytes, *, keep: bool = False
+        self, kind: int, step: int, tag: int, call: int, row: Views, size: int, keep: bool = False
     ) -> None:
-        """Send a frame, as far as it goes now; ``keep``: the row may be written to afterwards."""
-        head = HEAD.pack(kind, step, tag, call, len(row))
+        """Send a frame, as far as it goes now; ``keep``: the row may be written to afterwards.
+
+        ``row`` has no views without bytes.
+        """
+        head = HEAD.pack(kind, step, tag, call, size)
         with self._lock:
-            self._flow.out += [memoryview(head), *([row.data] if len(row) else [])]
+            self._flow.out += [memoryview(head), *row]
             self._send()
-            if keep and self._flow.out and len(row):
-                self._flow.out[-1] = memoryview(bytes(self._flow.out[-1]))
+            if keep and self._flow.out and size:
+                left = min(len(row), len(self._flow.out))
+                kept = [memoryview(bytes(view)) for view in self._flow.out[-left:]]
+                self._flow.out[-left:] = kept
 
     def flush(self) -> bool:
         """Send what goes now; whether nothing is left."""
@@ -125,6 +139,10 @@ class Link:
             self._next()
         return came
 
+    def disconnect(self) -> None:
+        """End what another thread waits for here."""
+        disconnect(self._connection)
+
     def close(self) -> None:
         """Close the connection; the other end can read all that was sent."""
         with suppress(OSError):
@@ -146,8 +164,7 @@ class Link:
         """A head or the bytes of a frame are complete."""
         if self._frame is None:
             self._frame = self._begun()
-            if len(self._frame.row):
-                self._flow.into = [self._frame.row.data]
+            if self._frame.size:
                 return
         self._frame.is_whole = True
         self._frame = None
@@ -158,13 +175,16 @@ class Link:
         kind, step, tag, call, size = HEAD.unpack(self._head)
         want = self.want
         if kind not in (PART, MESSAGE, FAREWELL) or not 0 <= size <= (
-            MOST_TEXT if kind == FAREWELL else max(MOST, len(want.row) if want else 0)
+            MOST_TEXT if kind == FAREWELL else max(MOST, want.size if want else 0)
         ):
             raise BrokenFrameError
-        frame = Frame(kind, step, tag, call, np.empty(size, dtype=np.uint8))
+        frame = Frame(kind, step, tag, call, size)
+        if kind == PART and want is not None and not self.parts and want.fits(frame):
+            self._flow.into = list(want.into)
+        else:
+            frame.row = np.empty(size, dtype=np.uint8).data
+            self._flow.into = [frame.row] if size else []
         if kind == PART:
-            if want is not None and not self.parts and want.fits(frame):
-                frame.row = want.row
             self.parts.append(frame)
         elif kind == MESSAGE:
             self.messages.append(frame)
@@ -180,6 +200,9 @@ class Link:
         first = self.parts[0]
         if first.is_whole and want.fits(first):
             self.parts.popleft()
-            if first.row is not want.row:
-                want.row[:] = first.row
+            if first.row is not None:
+                at = 0
+                for view in want.into:
+                    view[:] = first.row[at : at + len(view)]
+                    at += len(view)
             self.want = None
