@@ -36,7 +36,7 @@ def unheard(die: Callable[[], None]) -> None:
     meet, finish = InColumns._meet, InColumns._finish
 
     def once(copies: InColumns) -> None:
-        InColumns._meet = meet  # type: ignore[method-assign,assignment]
+        InColumns._meet = meet  # type: ignore[method-assign]
         meet(copies)
         meet(copies)  # it ends with the loss: nobody comes to it
 
