@@ -352,14 +352,14 @@ TOLD_TWICE = """
 import os, signal, sys
 import spartito as sp
 from threading import Event
-from spartito.steps import ending
+from spartito.steps import task_end
 from tests.training.jobs import data, trainer
 
 class Waits(sp.Callback):
     def on_train_batch_end(self, batch, logs):
         for _ in range(2):  # at the same time: a launcher and who has started it
             os.kill(os.getpid(), signal.SIGTERM)
-        ending.SAME_SECONDS = 0.0
+        task_end.SAME_SECONDS = 0.0
         print("waiting", flush=True)
         Event().wait()
 

@@ -34,7 +34,7 @@ class BrokenFrameError(Exception):
 
 
 Views = Sequence[memoryview]
-"""Bytes that lie in several places, one after the other."""
+"""Bytes that lie in several buffers, one after the other."""
 
 
 @dataclass(slots=True, eq=False)
