@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from spartito.collectives.collective import Collective
+from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.collectives.rendezvous import Rendezvous
+from spartito.collectives.tcp import SocketCollective
 from spartito.errors import MismatchedCallsError, TaskLostError, UserError
 from tests.collectives.group import rendezvous, running, spec
 from tests.commands import free_port
@@ -78,6 +80,14 @@ def _exchange(group: Collective, reducer: Any, turn: int, check: Any) -> None:
     check(f"all_to_all {case}", group.all_to_all(ours[group.rank].clone()), torch.stack(own))
     summed = group.reduce_scatter(ours[group.rank].clone())
     check(f"reduce_scatter {case}", summed, sum(own[1:], own[0]))
+    if isinstance(group, SocketCollective | ProcessGroupCollective):
+        for tag in (1, 0):  # both are under way, and are taken the other way round
+            group.send(parts[group.rank] + tag, (group.rank + 1) % group.world_size, tag)
+        before = group.rank - 1
+        for tag in (0, 1):
+            came = torch.empty_like(parts[0])
+            group.receive(came, before % group.world_size, tag)
+            check(f"message {tag} {case}", came, parts[before] + tag)
     rows = [torch.full((rank, 3), float(rank)) for rank in group.ranks]
     for got, expected in zip(group.all_gather_rows(rows[group.rank]), rows, strict=True):
         check(f"rows {case}", got, expected)

@@ -34,7 +34,7 @@ class BrokenFrameError(Exception):
 
 
 Views = Sequence[memoryview]
-"""Bytes that lie in several buffers, one after the other."""
+"""A row of bytes, in one or more blocks of memory."""
 
 
 @dataclass(slots=True, eq=False)
