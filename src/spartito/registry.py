@@ -165,7 +165,7 @@ BUILT_IN = {
             "spartito.strategies.pipeline:PipelineStrategy",
             divides_model=True,
             options=(
-                *("stages", "microbatches", "schedule", "split", "stages_per_task"),
+                *("stages", "microbatches", "schedule", "split"),
                 *("mesh", "layout", "names", "strict", "zero", "block_bytes"),
                 *_of_the_job("sync_batchnorm", "recovery"),
             ),

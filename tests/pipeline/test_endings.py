@@ -70,7 +70,7 @@ def test_the_cause_of_an_end_is_read_last(
 
 @pytest.mark.slow
 def test_a_refusal_ends_a_recipe_with_2(commands: Commands) -> None:
-    options = '{"schedule": "interleaved", "stages_per_task": 40}'
+    options = '{"schedule": "interleaved:40"}'
     words = ("train", "gpt", "--strategy", "pipeline", "--workers", "2", "--epochs", "1")
     ended = commands.spartito(*words, "--strategy-options", options, "--out", "out")
     assert ended.code == 2, ended.text

@@ -59,8 +59,9 @@ def pipeline_size(strategy: Declared) -> int | None:
         Their number; None for other strategies, and for stages that do not divide.
     """
     options = strategy.options
-    usual = 2 if options.get("schedule") == "interleaved" else 1
-    stages, each = options.get("stages"), options.get("stages_per_task") or usual
-    if strategy.name != "pipeline" or not isinstance(stages, int) or not isinstance(each, int):
+    name, _, text = str(options.get("schedule", "")).partition(":")
+    each = int(text) if text.isdecimal() else 2 if name == "interleaved" else 1
+    stages = options.get("stages")
+    if strategy.name != "pipeline" or not isinstance(stages, int):
         return None
     return stages // each if stages > 0 and each > 0 and stages % each == 0 else None

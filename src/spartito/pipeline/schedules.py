@@ -159,10 +159,13 @@ def zero_bubble(shape: Shape, task: int) -> Order:
 
 Schedule = Callable[[Shape, int], Order]
 
+INTERLEAVED = "interleaved"
+"""The schedule that has several stages for each task: 2, or what follows a colon."""
+
 SCHEDULES: Mapping[str, Schedule] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
-    "interleaved": interleaved,
+    INTERLEAVED: interleaved,
     "zero_bubble": zero_bubble,
 }
 """All schedules by name."""
@@ -181,27 +184,38 @@ def orders(name: str, shape: Shape) -> tuple[Order, ...]:
     Raises:
         UserError: An unknown schedule, or several stages for each task in one for a single one.
     """
-    check(name, shape.per_task)
+    parse(name)
+    if shape.per_task > 1 and name != INTERLEAVED:
+        raise UserError(
+            f"{shape.per_task} stages for each task with schedule={name!r}",
+            "Take schedule='interleaved', or as many tasks as stages.",
+        )
     return tuple(SCHEDULES[name](shape, task) for task in range(shape.tasks))
 
 
-def check(name: str, per_task: int) -> None:
-    """Refuse a schedule that does not exist, or not with so many stages for each task.
+def parse(text: str) -> tuple[str, int]:
+    """What was asked for.
 
     Args:
-        name: The schedule.
-        per_task: Stages of each task.
+        text: As "1f1b", "interleaved" or "interleaved:3".
+
+    Returns:
+        The name of the schedule, and the stages of each task.
 
     Raises:
-        UserError: It is refused.
+        UserError: There is no such schedule.
     """
+    name, colon, each = text.partition(":")
     if name not in SCHEDULES:
-        raise UserError(f"unknown schedule {name!r}", nearest(name, SCHEDULES))
-    if per_task > 1 and name != "interleaved":
+        raise UserError(f"unknown schedule {text!r}", nearest(name, SCHEDULES))
+    if colon and name != INTERLEAVED:
         raise UserError(
-            f"{per_task} stages for each task with schedule={name!r}",
-            "Take schedule='interleaved', or as many tasks as stages.",
+            f"schedule={text!r}: {name} has one stage for each task",
+            "Take 'interleaved:2' for several, or as many tasks as stages.",
         )
+    if colon and not (each.isdecimal() and int(each) > 0):
+        raise UserError(f"schedule={text!r}", "A number of stages follows: 'interleaved:3'.")
+    return name, int(each) if colon else 2 if name == INTERLEAVED else 1
 
 
 def passing(shape: Shape, task: int) -> Order:

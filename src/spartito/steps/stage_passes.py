@@ -287,9 +287,9 @@ def telling(messages: Messages, task: object) -> Iterator[None]:
         raise
 
 
-def check_options(stages: object, microbatches: object, per_task: object, split: object) -> None:
+def check_options(stages: object, microbatches: object, split: object) -> None:
     """Refuse what is no number above 0: options come from JSON, where anything may stand."""
-    given = {"stages": stages, "microbatches": microbatches, "stages_per_task": per_task}
+    given = {"stages": stages, "microbatches": microbatches}
     for name, value in given.items():
         number = isinstance(value, int) and not isinstance(value, bool) and value > 0
         if not (number or (name == "stages" and value is None)):

@@ -38,11 +38,10 @@ class PipelineStrategy(Strategy):
         stages: Parts of the model; None: as many as there are tasks.
         microbatches: Parts of each data shard's batch; of a batch with fewer rows, one of each
             row. BatchNorm sees one at a time, as if so many small batches were accumulated.
-        schedule: "gpipe", "1f1b", "interleaved" (several stages for each task), "zero_bubble"
-            (gradients of weights are put off to fill gaps).
+        schedule: "gpipe", "1f1b", "interleaved" (two stages for each task; "interleaved:3"
+            three), "zero_bubble" (gradients of weights are put off to fill gaps).
         split: "auto" balances the stages by the time of each part in the first batch. Or paths
             of modules, as ``["blocks.2"]``: with each a new stage begins.
-        stages_per_task: None: 2 if interleaved, else 1.
         mesh: The sizes of its axes, ``{"pipeline": 2, "data": 2, "model": 2}``: those along
             "pipeline" have the stages, the others are as under `MeshStrategy`. None: a
             pipeline of all tasks, or as many as ``stages`` leaves.
@@ -61,7 +60,6 @@ class PipelineStrategy(Strategy):
     microbatches: int = 8
     schedule: str = "1f1b"
     split: str | Sequence[str] = "auto"
-    stages_per_task: int | None = None
     mesh: Mapping[str, int] | None = None
     layout: Any = DEFAULT
     names: Mapping[str, Sequence[str | None]] | None = None
@@ -78,11 +76,8 @@ class PipelineStrategy(Strategy):
         Returns:
             What these are made of.
         """
-        interleaves = self.schedule == "interleaved"
-        per_task = self.stages_per_task
-        per_task = (2 if interleaves else 1) if per_task is None else per_task
-        check_options(self.stages, self.microbatches, per_task, self.split)
-        schedules.check(self.schedule, per_task)
+        check_options(self.stages, self.microbatches, self.split)
+        schedule, per_task = schedules.parse(self.schedule)
         if team.communication == "ddp":
             raise UserError(
                 "communication='ddp' in a pipeline", "DDP wraps whole models: take 'auto'."
@@ -106,7 +101,7 @@ class PipelineStrategy(Strategy):
             exchange = Sharded(team, self.zero, self.block_bytes, gathers=False)
         inside = TensorParallel(team, exchange, mesh, layout, self.names, self.strict)
         shape = Shape(mesh.axes[PIPELINE], per_task, self.microbatches)
-        placement = Stages(team, lines, inside, exchange, shape, self.schedule, self.split)
+        placement = Stages(team, lines, inside, exchange, shape, schedule, self.split)
         return Parts(lines, placement, exchange)
 
     def describe(self, model: nn.Module, example: Any = None, loss: Any = None) -> Description:
