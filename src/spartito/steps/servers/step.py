@@ -156,6 +156,8 @@ class ServedTeam(Team):
     inside: Inside = Inside.alone()
     """One's own group; alone before the groups are made."""
     service: Service
+    served: Optimizer
+    """The optimizer that the servers run, which has no state here."""
 
     def form(self, parts: Parts) -> None:
         """As `Team.form`: they agree by what the chief decides."""
@@ -249,6 +251,38 @@ class Push(Whole):
     def values(self, pair: Pair, column: JoinedGroups, whole: Callable[[], Values]) -> Values:
         """As `Exchange.values`."""
         return whole()
+
+    def save(self, pair: Pair, state: Callable[[], State]) -> State:
+        """As `Held.save`: what the servers have."""
+        coordination, served = self._team.coordination, self._team.served
+        if self._team.service.apart is not None:
+            in_step = self._team.service.rules.in_step
+            return group_state.saved(coordination, pair, served, in_step)
+        options = coordination.fetch()
+        model = unwrap(pair.model)
+        optimizer = named_state(model, pair.optimizer)
+        if options is not None:
+            set_options(optimizer["groups"], options)
+        pair.optimizer.state.clear()  # it lives on the servers
+        return {"model": dict(model.state_dict()), "optimizer": optimizer}
+
+    def load(self, pair: Pair, saved: Saved, load: Callable[[Saved], None]) -> None:
+        """As `Held.load`, and to the servers."""
+        team, coordination, whole = self._team, self._team.coordination, "optimizer" in saved
+        apart = team.service.apart is not None
+        if coordination.chief is not None and not whole:
+            given = {section: saved.whole(section) for section in saved}
+            if apart:
+                now = group_state.merged(coordination, pair, team.served)
+            else:
+                now = self.save(pair, dict)
+            saved = Saved.of({**now, **given})  # the servers keep theirs
+        load(saved)
+        if apart:
+            index = team.service.group_of(team.task)
+            group_state.loaded(coordination, pair, team.served, saved, whole, index)
+        coordination.give()
+        team.served.state.clear()
 
 
 class ServedStep(Step):
@@ -346,7 +380,7 @@ class ServedStep(Step):
         output = self._compute(pair, batch, loss)
         if not self._is_due(pair):
             return StepResult(output, batch.global_size)
-        return self._update(pair, output, batch.global_size, stop)
+        return self._push(output)
 
     def flush(self) -> StepResult | None:
         return self.coordination.progress()  # all is pushed: what others did comes in
@@ -369,34 +403,7 @@ class ServedStep(Step):
         self._check_computed(pair)
         if self._is_due(pair):
             self.coordination.announce_options()
-            self._update(pair, None, 0, False)
-
-    def _state(self, pair: Pair) -> State:
-        if self._service.apart is not None:
-            return group_state.saved(self.coordination, pair, self._served, self._rules.in_step)
-        served = self.coordination.fetch()
-        model = unwrap(pair.model)
-        optimizer = named_state(model, pair.optimizer)
-        if served is not None:
-            set_options(optimizer["groups"], served)
-        pair.optimizer.state.clear()  # it lives on the servers
-        return {"model": dict(model.state_dict()), "optimizer": optimizer}
-
-    def _load(self, saved: Saved) -> None:
-        whole = "optimizer" in saved
-        if self.coordination.chief is not None and not whole:
-            given = {section: saved.whole(section) for section in saved}
-            if self._service.apart is None:
-                now = self.state_dict()
-            else:
-                now = group_state.merged(self.coordination, self.team.pairs.only, self._served)
-            saved = Saved.of({**now, **given})  # the servers keep theirs
-        super()._load(saved)
-        if self._service.apart is not None:
-            pair, index = self.team.pairs.only, self._service.group_of(self.task)
-            group_state.loaded(self.coordination, pair, self._served, saved, whole, index)
-        self.coordination.give()
-        self._served.state.clear()
+            self._push(None)
 
     def close(self) -> None:
         """Leave the job; the chief ends it once the workers have left."""
@@ -451,7 +458,8 @@ class ServedStep(Step):
                 "Make one of each batch, or give each group one worker.",
             )
 
-    def _update(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
+    def _push(self, output: Any) -> StepResult:
+        """Push the gradients that wait; how far the training is then."""
         loss, weight = self.coordination.computing.push()
         if self.team.inside.several and self.coordination.computing.stops:
             self.coordination.agree_to_stop(True)
@@ -462,15 +470,13 @@ class ServedStep(Step):
 
     def _join(self, pair: Pair) -> None:
         """Join the job: a ps serves, all others return with connections."""
-        self._served = (
-            pair.optimizer
-            if self._service.apart is None
-            else self._service.apart.optimizer(pair.optimizer)
-        )
+        apart = self._service.apart
+        served = pair.optimizer if apart is None else apart.optimizer(pair.optimizer)
+        self.team.served = served
         if self.team.is_evaluator:
             return
         model, inside, options = unwrap(pair.model), self.team.inside, self._service.options
-        job = Job(self.cluster, self._rules, options, model, self._served, self._service.speakers)
+        job = Job(self.cluster, self._rules, options, model, served, self._service.speakers)
         coordination = self.coordination
         if self.task.type == "ps":
             serve_and_end(job, coordination.record_to)
