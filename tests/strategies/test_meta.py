@@ -81,7 +81,11 @@ def test_it_trains_as_a_model_that_was_built_with_them(
 
 DIVIDED = [case for case in CASES if case[0] in ("sharded", "mesh", "pipeline") and case[1] == 2]
 
-every_divided = pytest.mark.parametrize("case", DIVIDED, ids=named)
+STAGES_IN_SHARDS = ("pipeline", 4, {"stages": 2, "microbatches": 2, "zero": 3})
+
+every_divided = pytest.mark.parametrize(
+    "case", [*DIVIDED, pytest.param(STAGES_IN_SHARDS, marks=pytest.mark.slow)], ids=named
+)
 
 
 @every_divided

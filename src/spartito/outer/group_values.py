@@ -357,6 +357,7 @@ class Shards(Values):
         world: All tasks, by their groups.
         between: Those who have the same shard.
         homes: Of the model's parameters, by their ids.
+        copies: How many tasks of a group have the same shard.
     """
 
     is_divided = True
@@ -367,9 +368,13 @@ class Shards(Values):
         world: JoinedGroups,
         between: Collective,
         homes: Mapping[int, Home],
+        copies: int = 1,
     ) -> None:
         super().__init__(model, world)
-        self._between, self._homes = between, homes
+        self._between, self._homes, self._copies = between, homes, copies
+
+    def square(self, flat: Tensor) -> float:
+        return super().square(flat) / self._copies
 
     @property
     def speaks(self) -> bool:

@@ -24,7 +24,7 @@ from spartito.engine.ddp_gradients import Overlapped, OverlappedGradients
 from spartito.engine.gradients import LocalGradients, PackedGradients
 from spartito.engine.optimizers import optimizer_parameters, unwrap
 from spartito.engine.sliced_update import SlicedGradients
-from spartito.engine.streamed_gradients import OVERLAPPED, StreamedGradients
+from spartito.engine.streamed_gradients import BUCKET, OVERLAPPED, StreamedGradients
 from spartito.errors import UserError
 from spartito.log import warn
 from spartito.outer.group_values import Values
@@ -80,10 +80,15 @@ class AllReduce(Whole):
         self._team, self._slices = team, slices
         self._find_unused, self._bucket_bytes = find_unused, bucket_bytes
         self._compress = choose(compress)
-        self._overlaps = team.own_shard[1] > 1 and (
-            team.communication == "ddp"
-            or (team.communication == "auto" and team.device.type == "cuda")
-        )
+        if compress is not None and bucket_bytes is None:
+            self._bucket_bytes = BUCKET
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether DDP reduces while backward runs."""
+        asked = self._team.communication
+        by_ddp = asked == "ddp" or (asked == "auto" and self._team.device.type == "cuda")
+        return by_ddp and self._team.own_shard[1] > 1
 
     def check(self, optimizer: object, settings: Settings) -> None:
         """As `Exchange.check`: what rounds has not the numbers of one device."""

@@ -53,7 +53,7 @@ class Groups(Mapping[str, Collective]):
     ) -> None:
         self._rendezvous, self._cluster, self.connect = rendezvous, cluster, connect
         self._found: Mapping[str, Collective] = {}
-        self._alone = dict.fromkeys((WORLD, DATA, REPLICAS, MODEL), IdentityCollective())
+        self._alone = dict.fromkeys((WORLD, DATA, REPLICAS, MODEL, LAYERS), IdentityCollective())
         self.is_closed = False
 
     @classmethod

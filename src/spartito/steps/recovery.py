@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -170,6 +171,7 @@ class Regrouping:
         self.team, self._copies = team, copies
         self._gradients, self._exchange = gradients, exchange
         self._repeating = Repeating()
+        self._taken: tuple[Standing, dict[str, Any]] | None = None  # in a meeting that failed then
         self.aboard: Aboard | None = None
         """What rides along with each update, while a training that recovers runs."""
         self.fits = 0
@@ -245,15 +247,21 @@ class Regrouping:
         Raises:
             TaskLostError: Another one is lost; then all `regroup` once more.
         """
-        team = self.team
+        team, taken = self.team, None if own.is_new else self._taken
+        if taken is not None:  # a meeting failed once this task had taken over a state
+            own, training = taken[0], partial(dict, taken[1])
         team.meet()
         with team.coordination.during("prepare"):
-            found = self._copies.share(own, training)
+            best, state = self._copies.share(own, training)
+            state = taken[1] if state is None and taken is not None else state
+            self._taken = None if state is None else (best, state)
             for pair in team.pairs.all:
                 pair.gradients = self._gradients(pair.model, pair.optimizer)[1]
-        clipping.watch(team.pairs, self._exchange.divides, team.several)
+        divides = self._exchange.divides or team.model.world_size > 1
+        clipping.watch(team.pairs, divides, team.several)
         self._copies.keep()
-        return found
+        self._taken = None
+        return best, state
 
 
 class Aboard(Protocol):

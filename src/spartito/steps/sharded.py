@@ -16,6 +16,7 @@ from spartito.checkpoint.saved_state import Saved
 from spartito.collectives.pages import PAGE
 from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.engine import fused_update
+from spartito.engine.checksum import checksum
 from spartito.engine.divided_update import ELEMENTWISE
 from spartito.engine.gradients import LocalGradients
 from spartito.engine.memory_check import give_back_memory
@@ -119,7 +120,7 @@ class Sharded:
 
     def check(self, optimizer: object, settings: Settings) -> None:
         """As `Exchange.check`."""
-        if self._team.tasks.world_size == 1:
+        if not self.has_shards:
             return
         if settings.precision == "fp16":
             raise UserError(
@@ -191,7 +192,9 @@ class Sharded:
     def values(self, pair: Pair, column: JoinedGroups, whole: Callable[[], Values]) -> Values:
         """As `Exchange.values`."""
         if ALIKE in self._team.groups:
-            return Shards(pair.model, column, self._team.groups[ALIKE], self.homes)
+            groups = self._team.groups
+            copies = groups[COPIES].world_size
+            return Shards(pair.model, column, groups[ALIKE], self.homes, copies)
         if self.has_shards and self.zero == 3:
             raise UserError(
                 f"{self._team.name} with zero=3 inside {self._team.called}",
@@ -324,8 +327,11 @@ class ShardAgreement:
         settle_all(dict.fromkeys(self._homes.values()), self._team.groups.replicas)
 
     def checksum(self, parameters: Sequence[nn.Parameter]) -> int | None:
-        """As `Agreement.checksum`: there is one value of each."""
-        return None if self._is_whole else 0
+        """As `Agreement.checksum`: of what lies in shards there is one value."""
+        if self._is_whole:
+            return None
+        homes = [(each, self._homes.get(id(each))) for each in parameters]
+        return checksum([p for p, home in homes if home is None or isinstance(home, WholeHome)])
 
     def compare(self, order: int) -> None:
         """As `Agreement.compare`: shards with the same ones of other groups."""

@@ -60,7 +60,7 @@ class StagePasses:
         position: Which of its tasks this is.
         schedule: The name of the order of a step.
         couple: Is called once it is known what this task has.
-        unread: Reads what was loaded before the model got its values.
+        unread: Read what was loaded before the model got its values.
         spans: When this task computed what in the last step.
     """
 
@@ -70,14 +70,14 @@ class StagePasses:
     position: int
     schedule: str
     couple: Callable[[Pair], None]
-    unread: Callable[[], None] | None = None
+    unread: list[Callable[[], None]] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
 
     def read(self) -> None:
         """Read what was loaded before, if anything was."""
-        unread, self.unread = self.unread, None
-        if unread is not None:
-            unread()
+        unread, self.unread = self.unread, []
+        for read in unread:
+            read()
 
     def cut_up(self, batch: Batch) -> list[Batch]:
         """The microbatches of a batch; BatchNorm gets two rows where there are some."""

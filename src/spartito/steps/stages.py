@@ -184,7 +184,7 @@ class Stages:
             make_buffers(model)
 
     def bring(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """As `Placement.bring`; the exchange gets what is known to belong here."""
+        """As `Placement.bring`; the exchange gets parameters once it is known who keeps them."""
         self._inside.cut(model, tensors)
 
     def gradients(self, model: nn.Module, optimizer: Optimizer) -> Prepared:
@@ -247,13 +247,17 @@ class Stages:
         if "accumulated" in saved:
             self._make_all(pair)
         if is_unmade(pair.model) and passes.piped.starts is None:
-            passes.unread = partial(self.load, pair, saved, load)
+            passes.unread.append(partial(self._load_later, pair, saved, load))
             return
         self._inside.load(pair, saved, load)
         if pair.saved is not None:
             for name, stages in passes.piped.tied().items():
                 if stages[0] not in self.pipelines.own:  # the sum counts once
                     pair.saved["gradients"].pop(name, None)
+
+    def _load_later(self, pair: Pair, saved: Saved, load: Callable[[Saved], None]) -> None:
+        with self._inside.showing(), self._exchange.showing():
+            self.load(pair, saved, load)
 
     def _make_all(self, pair: Pair) -> None:
         """What is asked for before the first batch, all tasks have."""

@@ -67,6 +67,7 @@ from spartito.names import nearest
 from spartito.outer.group_values import Replicas, Values
 from spartito.outer.joined_groups import JoinedGroups
 from spartito.steps.batches import Placed, Together
+from spartito.steps.computation import no_gradient
 from spartito.steps.coordination import Coordination
 from spartito.steps.distributed import Distributed, StepResult
 from spartito.steps.groups import Groups
@@ -444,7 +445,8 @@ class Step:
                 of_fraction.setdefault(fraction, []).append(grad)
         total = torch.zeros(1, dtype=torch.float64)
         for fraction, grads in of_fraction.items():
-            total += torch.nn.utils.get_total_norm(grads).double().square() * fraction
+            norm = torch.nn.utils.get_total_norm(grads).double().cpu()
+            total += norm.square() * fraction
         return model.all_reduce(pair.gradients.sum(total)).sqrt()[0]
 
     def values(self, pair: Pair, column: JoinedGroups) -> Values:
@@ -468,6 +470,8 @@ class Step:
         """As `Strategy.backward`."""
         computation, team = self.computation.by_hand("backward"), self.team
         found = weigh(losses, batch)
+        if not found.value.requires_grad:
+            raise no_gradient()
         computation.doubt(found, any(pair.randomness is not None for pair in team.pairs.all))
         sums = team.several
         for pair in team.pairs.all if sums else ():
@@ -609,10 +613,10 @@ class Step:
         """As `Strategy.keep`."""
         team = self.team
         pair = team.pairs.meant("keep()")
-        if team.model.world_size > 1:
-            return self._keep_parts(pair)
         if team.outer.name:
             self.synchronize()  # what all groups have together
+        if team.model.world_size > 1:
+            return self._keep_parts(pair)
         state = unwrap(pair.model).state_dict().items()
         kept = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state}
         return partial(self.load, {"model": kept})
@@ -632,6 +636,8 @@ class Step:
             for tensor, value in kept:
                 tensor.copy_(value)
             pair.gradients.compared()
+            here = partial(self._optimizer_here, pair)
+            self.team.outer.load(pair, Saved.of({"model": {}}), here)  # groups begin from there
 
         return put_back
 

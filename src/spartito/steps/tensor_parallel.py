@@ -117,6 +117,11 @@ class TensorParallel:
                 f"sparse gradients under {self._team.name}",
                 "Gradients of shards are dense tensors: build the Embedding with sparse=False.",
             )
+        if self._team.recovery is not None and settings.precision == "fp16":
+            raise UserError(
+                "precision='fp16' on a mesh with recovery: each task has a loss scale of its own",
+                "Choose bf16.",
+            )
         here = self.mesh.coordinates(self._team.tasks.rank)
         placing.check_same(own, self.mesh.axes, here)
         placing.hide(own)  # what a strategy before has shown
@@ -321,12 +326,13 @@ class InColumns:
 
     def __init__(self, team: Team, placement: TensorParallel) -> None:
         self._team, self._placement = team, placement
+        self._at = -1  # the update of this task's part, in a meeting that is under way
         self._begun: Pair | None = None  # its update waits for the others
         self._open: list[tuple[Pair, list[Tensor | None], list[Tensor]]] = []
 
     def keep(self) -> None:
         """As `Copies.keep`: they are there."""
-        self._open = []
+        self._open, self._at = [], -1
 
     @contextmanager
     def updating(self, pair: Pair, aboard: bool) -> Generator[None]:
@@ -359,19 +365,21 @@ class InColumns:
         team = self._team
         self._placement.rejoin()
         world, column = team.groups.world, team.replicas
-        texts = world.all_gather_bytes(msgspec.json.encode((own, column.ranks)))
-        told = [msgspec.json.decode(text, type=tuple[Standing, list[int]]) for text in texts]
-        able = [each.progress for each, _ in told if not each.is_new]
-        newest = max(able, default=own.progress)[0]
-        lost = [ranks for _, ranks in told if all(told[rank][0].is_new for rank in ranks)]
-        if lost and able:
-            names = " and ".join(world.names[rank] for rank in lost[0])
+        at = max(own.progress[0], self._at)  # where this task's part is
+        text = msgspec.json.encode((own, at, column.ranks))
+        texts = world.all_gather_bytes(text)
+        told = [msgspec.json.decode(t, type=tuple[Standing, int, list[int]]) for t in texts]
+        able = [(part, each.progress) for each, part, _ in told if not each.is_new]
+        newest = max((part for part, _ in able), default=at)
+        furthest = max((progress[0] for _, progress in able), default=at)
+        lost = [ranks for *_, ranks in told if all(told[rank][0].is_new for rank in ranks)]
+        if able and (lost or newest > furthest):
+            names = " and ".join(world.names[rank] for rank in lost[0]) if lost else "all tasks"
             raise ShardsLostError(
-                f"{names} were lost together: a part of the model is nowhere",
+                f"{names} that had a part of the newest state were lost together",
                 "Start the job again: it goes on from the newest backup of BackupAndRestore, or "
                 "checkpoint, if there is one.",
             )
-        at = own.progress[0]
         if at < newest and self._open and not own.is_new:
             self._finish()
             at += 1
@@ -379,6 +387,7 @@ class InColumns:
         here = msgspec.structs.replace(own, progress=(at,))
         with saving():
             share_state(column, team.pairs.all, here, dict)
+        self._at = newest
         return share_state(world, (), own, training)
 
     def _meet(self) -> None:

@@ -230,7 +230,7 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas that update together."""
+        """The number of data shards of a global batch."""
         return self.engine.num_replicas_in_sync
 
     @property

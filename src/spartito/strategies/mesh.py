@@ -77,19 +77,24 @@ class MeshStrategy(Strategy):
         rules, tasks = read_rules(self.layout), team.tasks.world_size
         mesh, layout = mesh_of(self.mesh, self.model, rules, tasks, team.is_evaluator)
         mesh.check(tasks)
-        topology = team.topology = Grid(mesh, layout.batch_axis, self.zero > 0)
+        topology = Grid(mesh, layout.batch_axis, self.zero > 0)
         exchange: Exchange = AllReduce(team)
         if self.zero:
+            if team.device.type != "cpu":
+                raise UserError(
+                    f"zero={self.zero} of a mesh on {team.device}: shards are for CPUs so far",
+                    "Take device='cpu', or leave zero out.",
+                )
             exchange = Sharded(team, self.zero, self.block_bytes)
         placement = TensorParallel(team, exchange, mesh, layout, self.names, self.strict)
         recovery: Recovering = EndsWithLoss()
         if team.recovery is not None:
-            self._check_recovery(team)
+            self._check_recovery(team, topology.shard(team.tasks)[1])
             copies = InColumns(team, placement)
             recovery = Regrouping(team, copies, placement.gradients, exchange)
         return Parts(topology, placement, exchange, recovery)
 
-    def _check_recovery(self, team: Team) -> None:
+    def _check_recovery(self, team: Team, data_shards: int) -> None:
         """Refuse a recovery that could not bring a part of the model back."""
         least = None if team.recovery is None else team.recovery.min_workers
         tasks = team.tasks.world_size
@@ -103,7 +108,7 @@ class MeshStrategy(Strategy):
                 f"zero={self.zero} on a mesh with recovery: a shard would be on one task alone",
                 "Leave one of them out.",
             )
-        if team.own_shard[1] == 1:
+        if data_shards == 1:
             raise UserError(
                 "recovery on a mesh with one data shard: no task has the part of a lost one",
                 "Take twice as many tasks, or BackupAndRestore and no recovery.",

@@ -94,7 +94,6 @@ class PipelineStrategy(Strategy):
         mesh.check(tasks)
         layout = layout_without_stages(rules, mesh, default=rules == DEFAULT)
         lines = Lines(Grid(mesh, layout.batch_axis, self.zero > 0), per_task)
-        team.topology = lines
         team.closing.append(lines.close)
         exchange: Exchange = AllReduce(team)
         if self.zero:

@@ -126,6 +126,16 @@ def kept_by(callback: Callback) -> Any:
     return kept.args[0] if isinstance(kept, partial) else None
 
 
+def forget_kept(callback: Callback) -> None:
+    """Let a callback forget weights that it cannot give to others, who would keep those they have.
+
+    Args:
+        callback: Any of a training in which a task was replaced.
+    """
+    if isinstance(callback, EarlyStopping) and kept_by(callback) is None:
+        callback.kept = None
+
+
 def give_kept(callback: Callback, kept: Any, strategy: Strategy) -> None:
     """Have a callback keep what `kept_by` found on another task."""
     if kept is not None and isinstance(callback, EarlyStopping):

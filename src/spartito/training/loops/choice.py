@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from spartito.data.dataset import Dataset
+from spartito.steps.recovery import Regrouping
 from spartito.steps.servers.coordination import LeasedCoordination
 from spartito.training.loops.chief_loop import JournaledLoop
 from spartito.training.loops.recovering_loop import RecoveringLoop
@@ -19,5 +20,5 @@ def make_loop(trainer: Trainer, chain: Dataset, before: TrainingLoop | None) -> 
     if isinstance(trainer.coordination, LeasedCoordination):
         keeps = trainer.coordination.keeps
         return (JournaledLoop if keeps else TrainingLoop)(trainer, chain, before)
-    recovers = trainer.strategy.engine.team.recovery is not None
+    recovers = isinstance(trainer.strategy.engine.recovery, Regrouping)
     return (RecoveringLoop if recovers else TrainingLoop)(trainer, chain, before)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from spartito.collectives.collective import Piggybacked
 from spartito.data.batch import Batch
@@ -24,11 +24,11 @@ from spartito.heartbeat import RECOVER, during
 from spartito.log import note
 from spartito.steps.batches import Placed
 from spartito.steps.groups import Groups
-from spartito.steps.recovery import ElsewhereError, ShardsLostError, Standing
+from spartito.steps.recovery import ElsewhereError, Regrouping, ShardsLostError, Standing
 from spartito.strategies import StepResult
 from spartito.training.callback import hooks
 from spartito.training.callbacks.backup_and_restore import BackupAndRestore
-from spartito.training.callbacks.early_stopping import give_kept, kept_by
+from spartito.training.callbacks.early_stopping import forget_kept, give_kept, kept_by
 from spartito.training.evaluation import Evaluation
 from spartito.training.history import History
 from spartito.training.loops.callback_catch_up import keys_of, missed
@@ -43,7 +43,6 @@ from spartito.training.saving import callback_states
 from spartito.training.schedule import scheduler_state
 
 if TYPE_CHECKING:
-    from spartito.steps.recovery import Regrouping
     from spartito.training.trainer import Trainer
 
 
@@ -60,7 +59,8 @@ class RecoveringLoop(TrainingLoop):
         super().__init__(trainer, chain, before)
         self._recovering = trainer
         self._engine = trainer.strategy.engine
-        self._meeting = cast("Regrouping", self._engine.recovery)
+        assert isinstance(self._engine.recovery, Regrouping), "else the loop is another one"
+        self._meeting = self._engine.recovery
         self._metrics = CarriedMetrics(trainer.metrics)
         self._logs = StepLogs(self._metrics)
         self._stage, self._hook, self._epoch, self._begun = TRAIN, ALL, 0, -1
@@ -306,6 +306,8 @@ class RecoveringLoop(TrainingLoop):
         _, self._epoch, self._stage, self._hook = best.progress
         if state is not None:
             self._load(state, is_new)
+        for callback in trainer._given:
+            forget_kept(callback)
         self._batches.load_state_dict(self._mark.data)
         self._placed.seen = self._mark.seen
         return best.is_new
