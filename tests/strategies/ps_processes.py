@@ -64,6 +64,8 @@ def _run(pipe: Connection, folder: Path, name: str, environment: dict[str, str])
 
     def wait() -> None:
         pipe.send("held")
+        while not pipe.poll(0.05):
+            pass  # a signal that comes just before a read blocks is not heard before its end
         pipe.recv()
 
     code = 0

@@ -198,9 +198,9 @@ def test_a_task_of_four_holds_a_quarter(replicas: Replicas, optimizer: str) -> N
         assert "shards of its parameters" in says
 
 
-def drifting(rank: int, what: str) -> str:
+def drifting(rank: int, what: str, zero: int = 0) -> str:
     """One of four tasks changes something by itself."""
-    with sp.MeshStrategy(model=2) as strategy:
+    with sp.MeshStrategy(model=2, zero=zero) as strategy:
         net = mlp()
         trainer = sp.Trainer(
             net,
@@ -233,6 +233,12 @@ def test_a_task_that_drifts_is_named(
 ) -> None:
     for found in replicas(drifting, tasks, rank, what):
         assert f"drifted apart: {text}" in found
+
+
+def test_drift_is_found_where_nothing_lies_in_shards(replicas: Replicas) -> None:
+    """zero=3 on a mesh with one data shard."""
+    for found in replicas(drifting, 2, 1, "3.bias", 3):
+        assert "drifted apart: worker 1 has other parameters than worker 0" in found
 
 
 def refused(options: dict[str, Any], build: Net, optimizer: str = "SGD") -> str:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from spartito.errors import UserError
 from spartito.training.callbacks import EarlyStopping
+from spartito.training.callbacks.early_stopping import forget_kept
 
 
 def losses(*values: float) -> list[dict[str, float]]:
@@ -81,3 +83,14 @@ def test_a_monitor_that_nobody_reports_is_named(trainer: Any) -> None:
 def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
     with pytest.raises(UserError):
         EarlyStopping(**options)
+
+
+def test_weights_that_nobody_else_can_have_are_forgotten() -> None:
+    """A task that was replaced would keep its last ones: parts of two models."""
+    early, other = EarlyStopping(restore_best_weights=True), EarlyStopping()
+    early.kept = lambda: None  # of a mesh: its own part
+    other.kept = given = partial(dict, {})
+    for each in (early, other):
+        forget_kept(each)
+    assert early.kept is None
+    assert other.kept is given
