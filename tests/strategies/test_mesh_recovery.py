@@ -56,6 +56,11 @@ def test_an_update_that_some_have_made_is_made_by_all(tmp_path: Path) -> None:
     assert (tmp_path / "killed" / "finished").exists()
 
 
+def test_who_comes_at_the_end_of_an_epoch_draws_as_its_data_shard(tmp_path: Path) -> None:
+    """The others compare before it has computed anything."""
+    check(Plan(4, spots={(3, 5): MET}, strategy=MESH), tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("communication", ["auto", "sockets"])
 def test_a_task_is_killed_wherever_it_is(communication: str, tmp_path: Path) -> None:

@@ -388,7 +388,14 @@ class InColumns:
         with saving():
             share_state(column, team.pairs.all, here, dict)
         self._at = newest
-        return share_state(world, (), own, training)
+        best, state = share_state(world, (), own, training)
+        # The tasks of one data shard draw the same, and the task that tells may be of another.
+        drawn = share_state(
+            team.groups[LAYERS], (), own, lambda: {"random": training().get("random")}
+        )[1]
+        if state is not None and drawn is not None:
+            state.update(drawn)
+        return best, state
 
     def _meet(self) -> None:
         """All tasks have the gradients of an update."""
