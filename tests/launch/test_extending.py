@@ -104,6 +104,13 @@ def _strategy(commands: Commands) -> None:
     assert (alone.code, ended.code) == (0, 0), alone.text + ended.text
     losses, expected = (json.loads(each.out[each.out.rindex("[") :]) for each in (ended, alone))
     assert losses == pytest.approx(expected, rel=1e-12)
+    found = []
+    for inside, workers in (("checked", "4"), ("mirrored", "2")):  # groups may train so, too
+        text = f"local_sgd(groups=2, every=2, inside={inside})"
+        ended = commands.spartito("run", "--strategy", text, "--workers", workers, "fit.py")
+        assert ended.code == 0, ended.text
+        found.append(json.loads(ended.out[ended.out.rindex("[") :]))
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
     wrong = commands.spartito(*given, env={"WRONG": "3"})
     assert wrong.code == 2
     assert "processes 2 and 3 disagree on data shard 1" in wrong.err

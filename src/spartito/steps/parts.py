@@ -9,7 +9,7 @@ outer    When and how do groups of replicas agree? (`spartito.steps.outer_loop`)
 recovery What is kept elsewhere, and who brings it back? (`spartito.steps.recovery`)
 ======== =====================================================================================
 
-A strategy declares them, `spartito.steps.step.Step` runs them. No part knows what the others are.
+A strategy declares them, `spartito.steps.step.Step` runs them.
 """
 
 from __future__ import annotations
