@@ -164,10 +164,11 @@ BUILT_IN = {
             "pipeline",
             "spartito.strategies.pipeline:PipelineStrategy",
             divides_model=True,
+            recovers=True,
             options=(
                 *("stages", "microbatches", "schedule", "split"),
                 *("mesh", "layout", "names", "strict", "zero", "block_bytes"),
-                *_of_the_job("sync_batchnorm", "recovery"),
+                *_of_the_job("sync_batchnorm"),
             ),
         ),
         StrategyInfo(

@@ -120,7 +120,7 @@ class Losses(sp.Callback):
 
 def train(plan: Plan, rank: int, folder: Path) -> dict[str, Any]:
     options = dict(plan.strategy)
-    cut = options.get("name") == "mesh"
+    cut = options.get("name") in ("mesh", "pipeline")
     given = {"optimizer": "Adam", "dropout": 0.3, "batch": 8, "accumulate": 1, **plan.training}
     torch.manual_seed(3)
     net = nn.Sequential(
@@ -270,6 +270,15 @@ SCRIPTS: list[tuple[str, Plan]] = [
             },
             asks=(1, 14),
             training={"bad": [30]},
+        ),
+    ),
+    (
+        "pipeline",
+        Plan(
+            4,
+            frozenset({(3, 4), (0, 7)}),
+            strategy={"name": "pipeline", "stages": 2, "microbatches": 2, "split": ["3"]},
+            training={"accumulate": 2, "metrics": ["accuracy", "confusion_matrix"]},
         ),
     ),
     (

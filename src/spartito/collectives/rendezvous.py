@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Self
+from typing import Protocol, Self
 
 import msgspec
 import torch
@@ -59,6 +59,14 @@ class TaskInfo(msgspec.Struct, frozen=True):
     secret: str = ""
 
 
+class Closable(Protocol):
+    """What tasks have connected beside or of groups."""
+
+    def close(self) -> None:
+        """Leave the others. May be called again."""
+        ...
+
+
 class Rendezvous:
     """The tasks of a job, of which groups with a name exchange tensors.
 
@@ -102,6 +110,7 @@ class Rendezvous:
         self._host = host
         self._everybody = self._names = [cluster.name_of(n) for n in range(cluster.world_size)]
         self._groups: dict[str, Collective] = {}
+        self._kept: list[Closable] = []
         self._watch, self._trains, self._tries = Watch(), False, 0
 
     def group(
@@ -152,13 +161,13 @@ class Rendezvous:
         """Which tasks are on which machine: those that share memory; all tasks call it."""
         return Placement.of([task.host for task in self._tasks])
 
-    def keep(self, group: Collective) -> None:
-        """Close ``group``, which was made of others of these, before them.
+    def keep(self, made: Closable) -> None:
+        """Close before the groups what was made beside or of them.
 
         Args:
-            group: Nobody asks for it by its name, which one of them may have.
+            made: Nobody asks for it by a name.
         """
-        self._groups[f"of others: {group.name}"] = group
+        self._kept.append(made)
 
     def members(self, name: str, ranks: Sequence[int]) -> tuple[Membership, bool, bool]:
         """Where some tasks can meet for connections of their own.
@@ -177,8 +186,7 @@ class Rendezvous:
 
     def close(self) -> None:
         """Leave all groups. May be called again."""
-        while self._groups:
-            self._groups.popitem()[1].close()
+        self._leave()
         self._watch.stop()
         meeting: Meeting | None = self.__dict__.pop("_meeting", None)
         if meeting is not None and meeting.assembly is not None:
@@ -231,8 +239,7 @@ class Rendezvous:
         joins = meeting.is_newcomer
         self._trains |= joins
         self._watch.stop()
-        while self._groups:
-            self._groups.popitem()[1].close()
+        self._leave()
         with during(RECOVER), lost_with(meeting.keeper):
             last = None if joins else meeting.generation
             generation = meeting.assembly.regroup(last, cause is not None)
@@ -259,6 +266,12 @@ class Rendezvous:
         """Whether a newcomer was seen: all members are to `regroup` after the same step."""
         self._tries = 0  # there was a step since the last loss
         return self._watch.seen
+
+    def _leave(self) -> None:
+        while self._kept:
+            self._kept.pop().close()
+        while self._groups:
+            self._groups.popitem()[1].close()
 
     def _look_for_newcomers(self) -> None:
         is_smaller = self.cluster.world_size < self._job.world_size
@@ -393,6 +406,10 @@ class Part:
     def members(self, name: str, ranks: Sequence[int]) -> tuple[Membership, bool, bool]:
         """As `Rendezvous.members`."""
         return self._rendezvous.members(name, self._of_job(ranks))
+
+    def keep(self, made: Closable) -> None:
+        """As `Rendezvous.keep`."""
+        self._rendezvous.keep(made)
 
     def placement(self) -> Placement:
         """As `Rendezvous.placement`."""

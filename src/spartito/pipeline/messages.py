@@ -91,12 +91,13 @@ class Messages:
         mail: Sends and receives.
         rank: This task's rank there.
         rank_of: The rank there of the task that has each stage.
+        traffic: Counts what goes.
     """
 
-    def __init__(self, mail: Mail, rank: int, rank_of: Sequence[int]) -> None:
+    def __init__(self, mail: Mail, rank: int, rank_of: Sequence[int], traffic: Traffic) -> None:
         self._mail, self._rank, self._rank_of = mail, rank, rank_of
         self._kept: dict[tuple[int, int], Tensor] = {}
-        self.traffic = Traffic()
+        self.traffic = traffic
 
     def rank_of(self, stage: int) -> int:
         """The rank of the task that has a stage."""
@@ -192,10 +193,6 @@ class Messages:
             what: Went wrong in it.
         """
         self._mail.leave(LostRankError(f"{name} ended: {what}", f"Look at {name}'s lines."))
-
-    def close(self) -> None:
-        """Leave the pipeline."""
-        self._mail.close()
 
     def _leave(self, tensor: Tensor, target: int, tag: int) -> None:
         if target == self._rank:

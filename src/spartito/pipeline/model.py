@@ -110,6 +110,10 @@ class PipedModel:
         self._here = dict(self.model.named_parameters())
         self._given = [list(group["params"]) for group in optimizer.param_groups]
 
+    def forget_cuts(self) -> None:
+        """Record operations anew: what stages know of each other's tensors is forgotten too."""
+        self._cuts.clear()
+
     def check_unchanged(self, optimizer: Optimizer) -> None:
         """Refuse other parameters than those that were divided; one may freeze and unfreeze them.
 

@@ -64,8 +64,9 @@ class Passed:
 
     def weights(self) -> None:
         """Compute the gradients of weights that were put off."""
-        for compute in self.todo:
-            compute()
+        with torch.no_grad():
+            for compute in self.todo:
+                compute()
         self.todo.clear()
 
 

@@ -84,6 +84,11 @@ class Account(Protocol):
         """An epoch is over; all tasks call it."""
         ...
 
+    @property
+    def hides_outputs(self) -> bool:
+        """Whether some tasks see no outputs in training."""
+        ...
+
     def counted(self, parts: list[bytes]) -> list[bytes]:
         """What tasks of all data shards have found in outputs: of who has these; all call it."""
         ...
@@ -93,6 +98,7 @@ class Alike:
     """Tasks that have each all of a model: there is nothing more to compare, or to tell."""
 
     traffic = Traffic()
+    hides_outputs = False
 
     def settle(self) -> None:
         """They write into their own."""

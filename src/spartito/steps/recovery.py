@@ -159,6 +159,7 @@ class Regrouping:
         copies: Where the state of a lost one is found.
         gradients: Makes those of a pair anew, once all have met.
         exchange: Tells whether tasks have gradients of different parameters.
+        stage: Of a pipeline: each draws for itself.
     """
 
     def __init__(
@@ -167,10 +168,11 @@ class Regrouping:
         copies: Copies,
         gradients: Callable[[Any, Any], tuple[Any, Gradients]],
         exchange: Divides,
+        stage: int = 0,
     ) -> None:
         self.team, self._copies = team, copies
         self._gradients, self._exchange = gradients, exchange
-        self._repeating = Repeating()
+        self._repeating = Repeating(stage)
         self._taken: tuple[Standing, dict[str, Any]] | None = None  # in a meeting that failed then
         self.aboard: Aboard | None = None
         """What rides along with each update, while a training that recovers runs."""
@@ -320,12 +322,13 @@ class ShardsLostError(TaskLostError):
 class Repeating:
     """Steps that can be made again, with the same numbers, by whoever has the data shard.
 
-    What a forward pass draws depends on the seed, the batch and the data shard alone, and not on
-    what this process drew before. What it changes in buffers can be put back.
+    What a forward pass draws depends on the seed, the batch, the data shard and the stage alone,
+    and not on what this process drew before. What it changes in buffers can be put back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stage: int = 0) -> None:
         self._undo: dict[int, Undo] = {}
+        self._stage = stage
 
     def begin(self, pair: Pair, batch: Batch, shard: int) -> None:
         """Before a forward pass."""
@@ -334,7 +337,7 @@ class Repeating:
             undo = self._undo[id(pair)] = Undo(unwrap(pair.model))
         undo.begin(looks=batch.step == 0)
         if pair.randomness is None:
-            text = b"%d %d %d %d" % (pair.seed, batch.epoch, batch.step, shard)
+            text = b"%d %d %d %d %d" % (pair.seed, batch.epoch, batch.step, shard, self._stage)
             number = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
             torch.default_generator.manual_seed(number)
 

@@ -61,6 +61,7 @@ class StagePasses:
         schedule: The name of the order of a step.
         couple: Is called once it is known what this task has.
         unread: Read what was loaded before the model got its values.
+        plan: Where stages begin and who keeps what, once a first batch has come.
         spans: When this task computed what in the last step.
     """
 
@@ -71,6 +72,7 @@ class StagePasses:
     schedule: str
     couple: Callable[[Pair], None]
     unread: list[Callable[[], None]] = field(default_factory=list)
+    plan: dict[str, Any] | None = None
     spans: list[Span] = field(default_factory=list)
 
     def read(self) -> None:

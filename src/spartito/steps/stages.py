@@ -102,7 +102,9 @@ class Lines:
 
     grid: Grid
     per_task: int
-    _messages: list[Messages] = field(default_factory=list)
+    traffic: Traffic = field(default_factory=Traffic)
+    """What went between the stages so far."""
+    _messages: Messages | None = None
 
     def shard(self, tasks: ClusterSpec) -> tuple[int, int]:
         """As `Topology.shard`."""
@@ -115,23 +117,15 @@ class Lines:
         tasks = len(ranks)
         rank_of = [tasks - 1 - stage % tasks for stage in range(tasks * self.per_task)]
         mail = connect(rendezvous, ranks)
-        self._messages.append(Messages(mail, ranks.index(cluster.rank), rank_of))
+        rendezvous.keep(mail)
+        self._messages = Messages(mail, ranks.index(cluster.rank), rank_of, self.traffic)
         return found
 
     @property
     def messages(self) -> Messages:
         """Those of this task's pipeline, once it is connected."""
-        return self._messages[-1]
-
-    @property
-    def traffic(self) -> Traffic:
-        """What went between the stages so far."""
-        return self.messages.traffic if self._messages else Traffic()
-
-    def close(self) -> None:
-        """Leave the pipeline, if it was connected. May be called again."""
-        for each in self._messages:
-            each.close()
+        assert self._messages is not None, "connected"
+        return self._messages
 
 
 class Stages:
@@ -178,8 +172,12 @@ class Stages:
 
     def lay_out(self, model: nn.Module) -> None:
         """As `Placement.lay_out`."""
-        if self._team.groups[LAYERS].world_size > 1:
+        groups = self._team.groups
+        if groups.joins or groups[LAYERS].world_size > 1:
             self._inside.lay_out(model)  # shards of all stages, until the first batch
+        elif self._team.recovery is not None:  # who joins later has no part in making them
+            make_parameters(model, model.named_parameters(), groups.world)
+            make_buffers(model)
         else:
             make_buffers(model)
 
@@ -188,8 +186,10 @@ class Stages:
         self._inside.cut(model, tensors)
 
     def gradients(self, model: nn.Module, optimizer: Optimizer) -> Prepared:
-        """As `Placement.gradients`, until it is known which parameters stay here."""
+        """As `Placement.gradients`: this task's own, until it is known which parameters stay."""
         own = unwrap(model)
+        if self.pipelines.has_divided(optimizer):
+            return self._inside.gradients(own, optimizer)
         self._inside.cut_state(own, optimizer)
         return own, LocalGradients(optimizer)
 
@@ -267,16 +267,37 @@ class Stages:
             pair.gradients = self.gradients(model, pair.optimizer)[1]
             passes.read()
 
-    def _divide(self, passes: StagePasses, plan: dict[str, Any]) -> None:
+    def rejoin(self) -> None:
+        """As `Rejoins.rejoin`: who joins divides its models as the others have."""
+        self._inside.rejoin()
+        world, all_ = self._team.groups.world, self.pipelines.passes.values()
+        told = world.all_gather_bytes(json.dumps([passes.plan for passes in all_]).encode())
+        for passes, *plans in zip(all_, *map(json.loads, told), strict=True):
+            passes.piped.forget_cuts()
+            plan = next(filter(None, plans), None)
+            if plan is not None and passes.plan is None:
+                self._keep(passes, plan)
+
+    def _keep(self, passes: StagePasses, plan: dict[str, Any]) -> None:
         """Keep what is this task's, as the chief has planned."""
+        passes.plan = plan
         starts = [Start(path, call) for path, call in plan["starts"]]
         piped, pair, team = passes.piped, passes.pair, self._team
         parameters = dict(pair.model.named_parameters())
-        waiting = {name: parameter.grad for name, parameter in parameters.items()}
         piped.divide(starts, plan["owners"], pair.optimizer)
         pair.order = list(piped.order)
         make_parameters(pair.model, parameters.items(), team.groups.world, piped.keeps)
         pair.shared = tensors_of(piped.model)  # those of others are let go of
+        if team.is_chief and starts:
+            begins = ", ".join(start.path for start in starts)
+            note("%d stages, which begin with the input, %s", piped.stages, begins)
+
+    def _divide(self, passes: StagePasses, plan: dict[str, Any]) -> None:
+        """Go on with this task's part of a model, and of the gradients that wait."""
+        piped, pair = passes.piped, passes.pair
+        parameters = dict(pair.model.named_parameters())
+        waiting = {name: parameter.grad for name, parameter in parameters.items()}
+        self._keep(passes, plan)
         self._exchange.begin(pair.model, list(pair.model.parameters()))
         before, made = pair.gradients, self._inside.gradients(pair.model, pair.optimizer)
         pair.gradients = made[1]
@@ -284,9 +305,6 @@ class Stages:
         for name, grad in waiting.items():  # of a checkpoint between the batches of an update
             first = piped.stages_of(name)[0] in self.pipelines.own  # what is tied counts once
             parameters[name].grad = grad if first else None
-        if team.is_chief and starts:
-            begins = ", ".join(start.path for start in starts)
-            note("%d stages, which begin with the input, %s", piped.stages, begins)
 
 
 class Pipelines:
@@ -346,6 +364,15 @@ class Pipelines:
             pair: It.
         """
         return self.passes[id(pair.optimizer)]
+
+    def has_divided(self, optimizer: Optimizer) -> bool:
+        """Whether it is known which of an optimizer's parameters are this task's.
+
+        Args:
+            optimizer: Of a pair.
+        """
+        passes = self.passes.get(id(optimizer))
+        return passes is not None and passes.plan is not None
 
     def enter(self, pairs: Sequence[Pair]) -> None:
         """As `Computation.enter`: what has been divided is to stay the same."""
@@ -472,6 +499,8 @@ class StageAgreement:
         inside: How the tensors of a stage are placed.
         pipelines: What passes.
     """
+
+    hides_outputs = True
 
     def __init__(self, inside: TensorParallel, pipelines: Pipelines) -> None:
         self._mesh, self._pipelines = inside.agreement, pipelines

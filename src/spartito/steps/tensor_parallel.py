@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -38,7 +38,7 @@ from spartito.steps.coordination import SynchronousCoordination
 from spartito.steps.groups import AXIS, LAYERS, send
 from spartito.steps.parts import Exchange, Prepared, Settings, State
 from spartito.steps.prepared import Pair
-from spartito.steps.recovery import ShardsLostError, Standing, share_state
+from spartito.steps.recovery import ShardsLostError, Standing, load_state, share_state
 from spartito.steps.team import Team
 
 Rules = Sequence[tuple[str, Any]]
@@ -178,10 +178,7 @@ class TensorParallel:
         return self._exchange.gradients(own, optimizer)
 
     def rejoin(self) -> None:
-        """All tasks have met again: the axes have others along them, and who joins cuts its models.
-
-        The values come afterwards.
-        """
+        """As `Rejoins.rejoin`: the axes have others along them, and who joins cuts its models."""
         for name, axis in self._axes.items():
             axis.join(self._team.groups[AXIS + name])
         for model in self._uncut:
@@ -313,6 +310,17 @@ class TensorParallel:
             warn("no tensor of the model is cut: all tasks of the mesh compute all of it")
 
 
+class Rejoins(Protocol):
+    """A placement whose tasks have met again."""
+
+    def rejoin(self) -> None:
+        """Leave here what belongs here, as on the others; the values come afterwards.
+
+        All tasks call it.
+        """
+        ...
+
+
 class InColumns:
     """Each part of a model is on one task for each data shard: those of a column of the mesh.
 
@@ -324,7 +332,7 @@ class InColumns:
         placement: How the model lies on them.
     """
 
-    def __init__(self, team: Team, placement: TensorParallel) -> None:
+    def __init__(self, team: Team, placement: Rejoins) -> None:
         self._team, self._placement = team, placement
         self._at = -1  # the update of this task's part, in a meeting that is under way
         self._begun: Pair | None = None  # its update waits for the others
@@ -386,7 +394,7 @@ class InColumns:
         self._open = []
         here = msgspec.structs.replace(own, progress=(at,))
         with saving():
-            share_state(column, team.pairs.all, here, dict)
+            share_state(column, team.pairs.all, here, dict, take=_take)
         self._at = newest
         best, state = share_state(world, (), own, training)
         # The tasks of one data shard draw the same, and the task that tells may be of another.
@@ -415,6 +423,43 @@ class InColumns:
                 parameter.grad = None
 
 
+def check_recovery(team: Team, data_shards: int, zero: int) -> None:
+    """Refuse a recovery that could not bring a part of a model back.
+
+    Args:
+        team: The tasks, with a recovery.
+        data_shards: How many tasks have the same part.
+        zero: What they keep in shards among them.
+
+    Raises:
+        UserError: It says why.
+    """
+    least = None if team.recovery is None else team.recovery.min_workers
+    tasks = team.tasks.world_size
+    if least is not None and least < tasks:
+        raise UserError(
+            f"min_workers={least} of {tasks} tasks under {team.name}, which has a model only with "
+            "all",
+            "Leave it out: who is lost is waited for.",
+        )
+    if zero:
+        raise UserError(
+            f"zero={zero} under {team.name} with recovery: a shard would be on one task alone",
+            "Leave one of them out.",
+        )
+    if data_shards == 1:
+        raise UserError(
+            f"recovery under {team.name} with one data shard: no task has the part of a lost one",
+            "Take twice as many tasks, or BackupAndRestore and no recovery.",
+        )
+
+
+def _take(pair: Pair, saved: dict[str, Any]) -> None:
+    """As `load_state`; what other stages have is not among it."""
+    is_whole = not any(p.is_meta for p in unwrap(pair.model).parameters())
+    load_state(pair, saved, strict=is_whole)
+
+
 @contextmanager
 def _inside_of_a_pass() -> Generator[None]:
     """A block around a backward pass; gradients of small tensors are summed at its end."""
@@ -429,6 +474,7 @@ class MeshAgreement:
         team: The tasks on the mesh.
     """
 
+    hides_outputs = False
     layout: Mapping[str, Any] | None = None
     """What `TensorParallel.describe` found of the model that was prepared last."""
 

@@ -183,7 +183,7 @@ class Strategy:
             if whole.recovery is not None:
                 raise UserError(
                     f"recovery under {team.called}",
-                    "Choose mirrored, multi_worker_mirrored, sharded or mesh.",
+                    "Choose mirrored, multi_worker_mirrored, sharded, mesh or pipeline.",
                 )
             return None
         return chosen_recovery(whole.recovery, team.cluster, whole.communication, team.device)

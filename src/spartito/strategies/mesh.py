@@ -16,7 +16,7 @@ from spartito.steps.parts import Exchange, Parts
 from spartito.steps.recovery import EndsWithLoss, Recovering, Regrouping
 from spartito.steps.sharded import BLOCK, Sharded
 from spartito.steps.team import Team
-from spartito.steps.tensor_parallel import InColumns, TensorParallel, mesh_of
+from spartito.steps.tensor_parallel import InColumns, TensorParallel, check_recovery, mesh_of
 from spartito.steps.topology import Grid
 from spartito.strategies.declaration import Strategy
 
@@ -89,30 +89,10 @@ class MeshStrategy(Strategy):
         placement = TensorParallel(team, exchange, mesh, layout, self.names, self.strict)
         recovery: Recovering = EndsWithLoss()
         if team.recovery is not None:
-            self._check_recovery(team, topology.shard(team.tasks)[1])
+            check_recovery(team, topology.shard(team.tasks)[1], self.zero)
             copies = InColumns(team, placement)
             recovery = Regrouping(team, copies, placement.gradients, exchange)
         return Parts(topology, placement, exchange, recovery)
-
-    def _check_recovery(self, team: Team, data_shards: int) -> None:
-        """Refuse a recovery that could not bring a part of the model back."""
-        least = None if team.recovery is None else team.recovery.min_workers
-        tasks = team.tasks.world_size
-        if least is not None and least < tasks:
-            raise UserError(
-                f"min_workers={least} on a mesh of {tasks} tasks, which has a model only with all",
-                "Leave it out: who is lost is waited for.",
-            )
-        if self.zero:
-            raise UserError(
-                f"zero={self.zero} on a mesh with recovery: a shard would be on one task alone",
-                "Leave one of them out.",
-            )
-        if data_shards == 1:
-            raise UserError(
-                "recovery on a mesh with one data shard: no task has the part of a lost one",
-                "Take twice as many tasks, or BackupAndRestore and no recovery.",
-            )
 
     def describe(self, model: nn.Module, example: Any = None, loss: Any = None) -> Description:
         """What the layout does to a model, before any step and without the other tasks.

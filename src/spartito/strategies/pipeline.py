@@ -16,11 +16,12 @@ from spartito.pipeline import schedules
 from spartito.pipeline.schedules import Shape
 from spartito.steps.all_reduce import AllReduce
 from spartito.steps.parts import Exchange, Parts
+from spartito.steps.recovery import Regrouping
 from spartito.steps.sharded import BLOCK, Sharded
 from spartito.steps.stage_passes import check_options
 from spartito.steps.stages import Lines, Stages, layout_without_stages, mesh_of_stages
 from spartito.steps.team import Team
-from spartito.steps.tensor_parallel import TensorParallel
+from spartito.steps.tensor_parallel import InColumns, TensorParallel, check_recovery
 from spartito.steps.topology import Grid
 from spartito.strategies.declaration import Strategy
 
@@ -54,7 +55,8 @@ class PipelineStrategy(Strategy):
     """
 
     name = "pipeline"
-    without = ("sync_batchnorm", "recovery")
+    recovers = True
+    without = ("sync_batchnorm",)
 
     stages: int | None = None
     microbatches: int = 8
@@ -94,14 +96,18 @@ class PipelineStrategy(Strategy):
         mesh.check(tasks)
         layout = layout_without_stages(rules, mesh, default=rules == DEFAULT)
         lines = Lines(Grid(mesh, layout.batch_axis, self.zero > 0), per_task)
-        team.closing.append(lines.close)
         exchange: Exchange = AllReduce(team)
         if self.zero:
             exchange = Sharded(team, self.zero, self.block_bytes, gathers=False)
         inside = TensorParallel(team, exchange, mesh, layout, self.names, self.strict)
         shape = Shape(mesh.axes[PIPELINE], per_task, self.microbatches)
         placement = Stages(team, lines, inside, exchange, shape, schedule, self.split)
-        return Parts(lines, placement, exchange)
+        if team.recovery is None:
+            return Parts(lines, placement, exchange)
+        check_recovery(team, lines.shard(team.tasks)[1], self.zero)
+        copies, stage = InColumns(team, placement), placement.pipelines.own.start
+        recovery = Regrouping(team, copies, placement.gradients, exchange, stage)
+        return Parts(lines, placement, exchange, recovery)
 
     def describe(self, model: nn.Module, example: Any = None, loss: Any = None) -> Description:
         """As `MeshStrategy.describe`, of the tensors along the other axes.

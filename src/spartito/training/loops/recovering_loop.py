@@ -61,7 +61,8 @@ class RecoveringLoop(TrainingLoop):
         self._engine = trainer.strategy.engine
         assert isinstance(self._engine.recovery, Regrouping), "else the loop is another one"
         self._meeting = self._engine.recovery
-        self._metrics = CarriedMetrics(trainer.metrics)
+        hidden = self._engine.parts.placement.account.hides_outputs
+        self._metrics = CarriedMetrics(trainer.metrics, rides=not hidden)
         self._logs = StepLogs(self._metrics)
         self._stage, self._hook, self._epoch, self._begun = TRAIN, ALL, 0, -1
         self._counts = self._ends = self._welcomes = self._is_late = False
@@ -129,7 +130,7 @@ class RecoveringLoop(TrainingLoop):
         """As `Aboard.brings`."""
         return (
             float(self._groups.somebody_waits),
-            *(self._metrics.brings(self._groups.data) if self._metrics else ()),
+            *(self._metrics.brings(self._placed.collect) if self._metrics else ()),
         )
 
     def brought(self, total: Sequence[float]) -> None:

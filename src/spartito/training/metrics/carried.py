@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from spartito.collectives.collective import Collective, Piggybacked
+from spartito.collectives.collective import Piggybacked
 from spartito.training.metrics.base import Metric, decode, encode
 from spartito.training.metrics.gathering import MetricSet
 from spartito.training.metrics.mean import MeanMetric
@@ -23,22 +23,24 @@ class CarriedMetrics(MetricSet):
     """Metrics of the rows of all tasks, which every task knows after every update.
 
     Means ride along with the scalars of the update. The states of others are gathered before it:
-    that is one meeting more in each step.
+    that is one meeting more in each step. So it is where not ``rides``: some tasks see no outputs.
     """
 
-    def __init__(self, metrics: Sequence[Metric]) -> None:
+    def __init__(self, metrics: Sequence[Metric], rides: bool = True) -> None:
         super().__init__(metrics)
-        self._ride = len(metrics) <= MOST_RIDE and all(
-            isinstance(metric, MeanMetric) for metric in metrics
+        self._ride = (
+            rides
+            and len(metrics) <= MOST_RIDE
+            and all(isinstance(metric, MeanMetric) for metric in metrics)
         )
         self._sums = [0.0] * (2 * len(metrics) if self._ride else 0)
         self._parts: list[bytes] = []
         self._gathered: list[bytes] = []
 
-    def brings(self, group: Collective) -> Piggybacked:
-        """What came on this task since the last update, to be summed."""
+    def brings(self, collect: Callable[[bytes], list[bytes]]) -> Piggybacked:
+        """What came on this task since the last update, to be summed; or all of it is collected."""
         if not self._ride:
-            self._gathered = group.all_gather_bytes(self.state())
+            self._gathered = collect(self.state())
             return ()
         return tuple(
             number
