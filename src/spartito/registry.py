@@ -177,8 +177,9 @@ BUILT_IN = {
             options=(
                 *("groups", "every", "outer", "weights", "compress", "fragments", "sites"),
                 *("overlap", "mixing", "inside"),
-                *_of_the_job("recovery"),
+                *OF_THE_JOB,
             ),
+            recovers=True,
             nests=False,
         ),
         StrategyInfo(

@@ -129,12 +129,18 @@ class ClusterSpec:
     @property
     def replica_tasks(self) -> tuple[Task, ...]:
         """The tasks that train, in rank order; of an evaluator `apart`, itself."""
+        if not self.absent:
+            return self.all_replica_tasks
+        return tuple(task for task in self.all_replica_tasks if task not in self.absent)
+
+    @property
+    def all_replica_tasks(self) -> tuple[Task, ...]:
+        """The same, with those that are absent."""
         trains = any(self.addresses.get(role) for role in REPLICA_ROLES)
         return tuple(
             Task(role, index)
             for role in (REPLICA_ROLES if trains else (EVALUATOR,))
             for index in range(len(self.addresses.get(role, ())))
-            if not self.absent or Task(role, index) not in self.absent
         )
 
     @property

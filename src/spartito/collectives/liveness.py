@@ -62,7 +62,7 @@ class LivenessCheck:
 
     def reason(self, error: TaskLostError, grace: float = GRACE) -> SpartitoError | None:
         """Why the task that ``error`` names has left, if it said so, or does within ``grace``."""
-        if self._group is None or self._is_silent(error):
+        if self._group is None or self._group.recovers or self._is_silent(error):
             return None
         return _told(self._group, grace)[1]
 

@@ -94,6 +94,10 @@ class Assembly:
         comers = self._comers()
         return len(self._dead(comers.values(), self.store.keys(LIVES))) < len(comers)
 
+    def is_left(self, number: int) -> bool:
+        """Whether somebody wants the generation after that of this number."""
+        return bool(self.store.keys(f"vote/{number + 1}/")) or self.comes()
+
     def regroup(self, last: Generation | None, lost: bool) -> Generation:
         """The next generation that this process is of, after ``last``; None for a newcomer.
 

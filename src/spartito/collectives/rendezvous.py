@@ -112,6 +112,7 @@ class Rendezvous:
         self._groups: dict[str, Collective] = {}
         self._kept: list[Closable] = []
         self._watch, self._trains, self._tries = Watch(), False, 0
+        self._leavers = Watch()
 
     def group(
         self, name: str = WORLD, ranks: Sequence[int] | None = None, *, beside: bool = False
@@ -188,6 +189,7 @@ class Rendezvous:
         """Leave all groups. May be called again."""
         self._leave()
         self._watch.stop()
+        self._leavers.stop()
         meeting: Meeting | None = self.__dict__.pop("_meeting", None)
         if meeting is not None and meeting.assembly is not None:
             meeting.assembly.close()
@@ -239,6 +241,7 @@ class Rendezvous:
         joins = meeting.is_newcomer
         self._trains |= joins
         self._watch.stop()
+        self._leavers.stop()
         self._leave()
         with during(RECOVER), lost_with(meeting.keeper):
             last = None if joins else meeting.generation
@@ -261,6 +264,17 @@ class Rendezvous:
         """Look no more."""
         self._trains = False
         self._watch.stop()
+
+    def look_for_leavers(self) -> None:
+        """Look from now on whether others leave this generation, for who seldom meets them."""
+        meeting = self._meeting
+        if meeting.assembly is not None:
+            self._leavers.start(partial(meeting.assembly.is_left, meeting.generation.number))
+
+    @property
+    def others_leave(self) -> bool:
+        """Whether others were seen to leave this generation: one of them has lost somebody."""
+        return self._leavers.seen
 
     def somebody_waits(self) -> bool:
         """Whether a newcomer was seen: all members are to `regroup` after the same step."""

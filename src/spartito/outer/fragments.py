@@ -15,6 +15,7 @@ from spartito.engine.optimizers import unwrap, whole_shape
 from spartito.errors import UserError
 from spartito.outer.counts import Meetings
 from spartito.outer.fragment_schedule import Turns
+from spartito.outer.group_values import Values
 from spartito.outer.outer_step import Coupling
 from spartito.outer.sites import Hierarchy
 
@@ -57,8 +58,14 @@ class Fragments:
         """How many since all have met."""
         self.left_out = 0
         """Updates of this epoch that were not finite, which this group has left out."""
-        self._seconds = 0.0
+        self._seconds, self._next = 0.0, 0
+        self._ends = False  # an epoch, or what learns changes: all of it meets
         self._look_ahead()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether `meet_all` has begun, and ended with the loss of a task."""
+        return self._ends
 
     @property
     def is_apart(self) -> bool:
@@ -139,6 +146,9 @@ class Fragments:
         began, turns, asked = perf_counter(), self._turns, False
         for number, part in enumerate(self._parts):
             begins = turns.begins(number, self.updates)
+            if begins and not turns.delay and not part.since.updates:
+                asked |= part.heard  # they met, and then a task was lost
+                continue
             if part.due and (begins or part.due <= self.updates):
                 asked |= part.end(turns.mixing)
             if begins:
@@ -156,11 +166,12 @@ class Fragments:
             Whether a task of any group asked for an end.
         """
         began, asked = perf_counter(), False
+        self._ends = True
         for part in sorted(self._in_flight, key=lambda part: part.due):
             asked |= part.end(self._turns.mixing)
         for part in self._parts:
             asked |= part.is_apart and part.meet_all()
-        self.updates = 0
+        self.updates, self._ends = 0, False
         self._look_ahead()
         self._seconds += perf_counter() - began
         return asked
@@ -224,6 +235,58 @@ class Fragments:
         for part, its, mine in zip(self._parts, found, own["fragments"], strict=True):
             part.load(its, mine)
         self._look_ahead()
+
+    # After a loss
+
+    def rejoin(self, values: Callable[[], Values]) -> None:
+        """As `Coupling.rejoin`, of all fragments.
+
+        Args:
+            values: Makes what this task has, by the groups as they are now.
+        """
+        for part in self._whole:
+            part.rejoin(values())
+
+    def forget(self) -> None:
+        """As `Coupling.forget`, of all fragments."""
+        for part in self._whole:
+            part.forget()
+
+    @property
+    def merged(self) -> tuple[int, ...]:
+        """As `Coupling.merged`, of each fragment."""
+        return tuple(part.merged for part in self._whole)
+
+    def kept(self) -> dict[str, Any]:
+        """What the tasks of a group have each, and is not in the model."""
+        parts = [part.kept() for part in self._whole]
+        counts = [self.updates, self._next, self.left_out, self._ends]
+        return {"counts": counts, "parts": parts}
+
+    def take(self, kept: Mapping[str, Any]) -> None:
+        """Take what `kept` returned in another task."""
+        self.updates, self._next, self.left_out, self._ends = kept["counts"]
+        for part, its in zip(self._whole, kept["parts"], strict=True):
+            part.take(its)
+
+    def common(self) -> list[dict[str, Any]]:
+        """As `Coupling.common`, of each fragment."""
+        return [part.common() for part in self._whole]
+
+    def take_common(self, common: Sequence[Mapping[str, Any]]) -> None:
+        """Take what `common` returned in another task."""
+        for part, its in zip(self._whole, common, strict=True):
+            part.take_common(its)
+
+    def catch_up(self, is_new: bool) -> None:
+        """As `Coupling.catch_up`, of all fragments."""
+        for part in self._whole:
+            part.catch_up(is_new)
+
+    @property
+    def _whole(self) -> list[Coupling]:
+        """The fragments of groups that recover: these have no sites."""
+        return [part for part in self._parts if isinstance(part, Coupling)]
 
     @property
     def _in_flight(self) -> list[Coupling | Hierarchy]:

@@ -113,8 +113,16 @@ class Values(ABC):
     def flat(self) -> Tensor:
         """Memory for all elements in a row, whose `views` are there from now on."""
         made = torch.empty(self.numel, dtype=self.dtype)
-        self._flat.append((made, self.views(made)))
+        self.keep(made)
         return made
+
+    def keep(self, flat: Tensor) -> None:
+        """Have the `views` of such memory there from now on.
+
+        Args:
+            flat: What `flat` returned for the same parameters.
+        """
+        self._flat.append((flat, self.views(flat)))
 
     def named(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
         """Tensors like these, as a checkpoint has them.

@@ -28,6 +28,8 @@ from spartito.outer.synchronized_values import Shown
 
 SQUARE = 3
 """Which of a meeting's numbers is the square of a distance."""
+NOTHING = -1
+"""Of how many meetings the values are of who has none that groups have in common."""
 
 
 class Coupling:
@@ -45,6 +47,11 @@ class Coupling:
     ) -> None:
         self.since, self.meetings = Since(), Meetings()
         self.flight: Flight | None = None
+        self.heard = False
+        """Whether an end was asked for at the last meeting, if no update came since."""
+        self._sent = Since()  # what the flight is of
+        self._given = self._merged = 0  # of how many meetings the model, and `_start`, are
+        self._outcome = [0.0, 0.0]  # of the last one: an end was asked for, the square of the drift
         self._blocked = 0.0
         self._is_mixed = False  # since the last meeting, which has left the groups apart
         self._values, self._factory = values, outer
@@ -140,7 +147,7 @@ class Coupling:
             weight: What its loss was divided by.
             asked: Whether a task of the group asked for an end.
         """
-        since = self.since
+        since, self.heard = self.since, False
         since.updates += 1
         since.weight = since.weight + weight
         since.asked = since.asked or asked
@@ -156,7 +163,8 @@ class Coupling:
             TaskLostError: If a task is lost.
         """
         self._values.agree()
-        since, self.since = self.since, Since()
+        self._sent = since = self.since
+        self.since = Since()
         share = self._share(since.weight)
         numbers = torch.tensor([0.0, share, float(since.asked), 0.0], dtype=torch.float64)
         self.flight = flight = Flight(since.weight, numbers, due)
@@ -191,19 +199,24 @@ class Coupling:
         Raises:
             TaskLostError: If a task is lost.
         """
-        flight, self.flight = self.flight, None
+        flight = self.flight
         assert flight is not None, "begun"
         numbers = flight.numbers
         began = perf_counter()
         self._values.across(lambda: self._land(flight), numbers)
         self._blocked += perf_counter() - began
         self._values.give(self._start, mixing)
-        self._is_mixed = mixing > 0
+        self.flight, self._is_mixed = None, mixing > 0
         if not mixing:  # what was done meanwhile is gone
             self.since = Since(asked=self.since.asked)
+        self._met(*numbers[2:].tolist())
+        return self.heard
+
+    def _met(self, asked: float, square: float) -> None:
+        """Take note of a meeting whose outcome the model has."""
+        self._given, self.heard = self._given + 1, asked > 0
         self.meetings.count += 1
-        self.meetings.drift += max(0.0, numbers[SQUARE].item()) ** 0.5
-        return bool(numbers[2])
+        self.meetings.drift += max(0.0, square) ** 0.5
 
     def show(self) -> bool:
         """Put the weighted mean of the groups' models in place of one's own; all tasks call it.
@@ -258,7 +271,7 @@ class Coupling:
     def restart(self) -> None:
         """The model was given other values, the same in all groups: they begin from these."""
         self._aside, self.since, self.flight = [], Since(), None
-        self._is_mixed = False
+        self._is_mixed, self._given, self._merged = False, 0, 0
         self._exchange.error = torch.empty(0)
         if self._outer is not None:
             self._fill_start()
@@ -326,6 +339,82 @@ class Coupling:
         nbytes = sum(own["nbytes"].values()) if self.is_leader else 0
         self.meetings = Meetings(common["meetings"], common["drift"], nbytes)
 
+    # After a loss
+
+    def rejoin(self, values: Values) -> None:
+        """Go on as a task of other groups; what was in a meeting is to meet again.
+
+        Args:
+            values: What this task has, by the groups as they are now.
+        """
+        self.take_back()
+        if self.flight is not None:
+            self.flight, self.since = None, self._sent
+        before, self._values = self._values, values
+        values.follow(before.parameters)
+        if values.speaks and before.speaks:
+            for flat in (self._start, self._moving):
+                values.keep(flat)
+        else:
+            self._begin()
+            self._merged = NOTHING
+
+    def forget(self) -> None:
+        """What is here is of no use: this task was not there."""
+        self._merged = NOTHING
+
+    @property
+    def merged(self) -> int:
+        """Of how many meetings the values are that groups have in common; -1: they are not here."""
+        return self._merged
+
+    def kept(self) -> dict[str, Any]:
+        """What the tasks of a group have each, and is not in the model."""
+        since, meetings = self.since, self.meetings
+        return {
+            "since": [since.updates, float(since.weight), since.asked], "given": self._given,
+            "meetings": [meetings.count, meetings.drift, meetings.nbytes], "heard": self.heard,
+        }  # fmt: skip
+
+    def take(self, kept: Mapping[str, Any]) -> None:
+        """Take what `kept` returned in another task."""
+        self.since, self.meetings = Since(*kept["since"]), Meetings(*kept["meetings"])
+        self._given, self.heard = kept["given"], kept["heard"]
+
+    def common(self) -> dict[str, Any]:
+        """What those who speak have each: where groups have started, and the outer optimizer."""
+        names = {id(own): str(number) for number, own in enumerate(self._copies)}
+        outer = {} if self._outer is None else outer_state(self._outer, names)
+        counts = {"merged": self._merged, "outcome": self._outcome}
+        return {**counts, "start": self._start, "outer": outer}
+
+    def take_common(self, common: Mapping[str, Any]) -> None:
+        """Take what `common` returned in another task."""
+        self._merged, self._outcome = common["merged"], common["outcome"]
+        self._start.copy_(common["start"])
+        if self._outer is not None:
+            self._outer = make_outer(self._factory, self._copies, self._values.is_divided)
+            named = {str(number): own for number, own in enumerate(self._copies)}
+            load_outer_state(self._outer, named, common["outer"])
+
+    def catch_up(self, is_new: bool) -> None:
+        """Have what came of the last meeting, if any group has; all tasks of a group call it.
+
+        Args:
+            is_new: Whether this group begins from there: its model is another group's.
+        """
+        inside = self._values.world.inside
+        own = torch.tensor([self._given, self._merged, *self._outcome], dtype=torch.float64)
+        rows = [each.tolist() for each in inside.all_gather(own)]
+        _, merged, *outcome = max(rows, key=lambda row: row[1])
+        if is_new or any(given < merged for given, *_ in rows):
+            self._values.give(self._start)
+        if self._given < merged:
+            self.since = Since()
+            self._met(*outcome)
+        elif is_new:
+            self.since = Since(self.since.updates)
+
     @property
     def _weight(self) -> Number:
         """Of all that the groups have moved from their common start."""
@@ -389,6 +478,10 @@ class Coupling:
 
     def _merge(self, flight: Flight) -> None:
         """On who speaks, let the outer optimizer use what all groups have moved."""
+        self._update(flight)
+        self._merged, self._outcome = self._merged + 1, flight.numbers[2:].tolist()
+
+    def _update(self, flight: Flight) -> None:
         numbers, moved = flight.numbers, flight.moved
         total = numbers[1].item()
         if not total:  # nobody had an example

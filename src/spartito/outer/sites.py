@@ -56,6 +56,11 @@ class Hierarchy:
         return self._far.shows_merged
 
     @property
+    def heard(self) -> bool:
+        """As `Coupling.heard`."""
+        return self._far.heard
+
+    @property
     def since(self) -> Since:
         """What this group did since all have met."""
         return self._far.since

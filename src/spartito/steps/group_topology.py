@@ -48,6 +48,10 @@ class Grouping:
         self._apart, self._beside = apart, beside
         self.members: Members = ()
         self.sites: Members = ()
+        self.count = 0
+        """How many groups the job has."""
+        self.numbers: tuple[int, ...] = ()
+        """Those of the groups among the groups of the job, of which some may be lost."""
         self._index = 0
 
     def inside(self, cluster: ClusterSpec) -> ClusterSpec:
@@ -55,7 +59,8 @@ class Grouping:
         if self._asked == MACHINE and not self.members:
             first = cluster.rank - cluster.local_rank
             return cluster.part(range(first, first + cluster.local_size))
-        members = self.members or groups_of(self._asked, (), cluster.world_size)
+        machines = self.members if self._asked == MACHINE else ()
+        members = self._present(machines, cluster)[0]
         self._check(members)
         return cluster.part(next(group for group in members if cluster.rank in group))
 
@@ -74,8 +79,10 @@ class Grouping:
         """As `Outer.connect`."""
         everybody = (tuple(range(cluster.world_size)),)
         machines = rendezvous.placement().machines if cluster.world_size > 1 else everybody
-        self.members = groups_of(self._asked, machines, cluster.world_size)
+        self.members, self.numbers = self._present(machines, cluster)
         self.sites = self._check(self.members)
+        self.count = max(self.count, len(self.members))
+        self._apart |= self.column is not None
         if len(self.members) == 1 and not self._apart:
             found = dict(inner(rendezvous, cluster))
             return {REPLICAS: found[DATA], **found}
@@ -146,6 +153,23 @@ class Grouping:
             line.moved = inside.heartbeat
             self.column.line = Lane(line)
 
+    def _present(
+        self, machines: Sequence[Sequence[int]], cluster: ClusterSpec
+    ) -> tuple[Members, tuple[int, ...]]:
+        """The groups of the tasks that are there, by their ranks now, and which of the job's."""
+        if self._asked == MACHINE:
+            members = groups_of(self._asked, machines, cluster.world_size)
+            return members, tuple(range(len(members)))
+        job = cluster.all_replica_tasks
+        now = {
+            rank: cluster.replica_tasks.index(t)
+            for rank, t in enumerate(job)
+            if t not in cluster.absent
+        }
+        all_ = groups_of(self._asked, (), len(job))
+        left = [tuple(now[rank] for rank in group if rank in now) for group in all_]
+        return tuple(filter(None, left)), tuple(n for n, group in enumerate(left) if group)
+
     def _check(self, members: Members) -> Members:
         """The sites of these groups; `UserError` for what cannot be."""
         sites = sites_of(self._asked_sites, len(members))
@@ -157,6 +181,11 @@ class Grouping:
                 "Leave sites out: groups of sites have the whole model on each replica.",
             )
         return sites
+
+    @property
+    def has_sites(self) -> bool:
+        """Whether groups are in sites."""
+        return self._asked_sites is not None
 
     @property
     def index(self) -> int:

@@ -105,6 +105,15 @@ class Groups(Mapping[str, Collective]):
         """Whether a task waits for the others to `regroup`, as far as this one knows."""
         return self._rendezvous.somebody_waits()
 
+    def look_for_leavers(self) -> None:
+        """Look from now on whether others `regroup`, for who seldom meets them."""
+        self._rendezvous.look_for_leavers()
+
+    @property
+    def others_leave(self) -> bool:
+        """Whether others were seen to `regroup`."""
+        return self._rendezvous.others_leave
+
     def training_begins(self) -> None:
         """From now on a process that comes as one of the tasks replaces it."""
         self._rendezvous.training_begins()

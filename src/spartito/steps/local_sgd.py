@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import nan
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +16,16 @@ from torch import nn
 from spartito.checkpoint.cuts import Cut
 from spartito.checkpoint.saved_state import Saved
 from spartito.cluster.spec import ClusterSpec
+from spartito.collectives.collective import Collective
 from spartito.data.dataset import Dataset
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.optimizers import NoOptimizer, unwrap
-from spartito.errors import SpartitoError, UserError
+from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.log import warn
 from spartito.outer import delta_exchange
 from spartito.outer.fragment_schedule import Turns
 from spartito.outer.fragments import Fragments
+from spartito.outer.group_values import Values
 from spartito.outer.joined_groups import JoinedGroups
 from spartito.outer.optimizer import Average, OuterFactory
 from spartito.outer.outer_step import Coupling
@@ -30,6 +33,7 @@ from spartito.outer.sites import Hierarchy, JoinedSites
 from spartito.steps.batches import Placed
 from spartito.steps.coordination import SynchronousCoordination
 from spartito.steps.distributed import StepResult
+from spartito.steps.group_recovery import InGroups
 from spartito.steps.group_state import (
     SECTION,
     accumulated_by_all,
@@ -41,6 +45,7 @@ from spartito.steps.group_state import (
 from spartito.steps.group_topology import Grouping, words_of
 from spartito.steps.outer_loop import Here, MakeValues
 from spartito.steps.prepared import Pair
+from spartito.steps.recovery import Copies
 
 if TYPE_CHECKING:
     from spartito.steps.team import Team
@@ -82,6 +87,9 @@ class LocalSGD:
         self.connect = grouping.connect  # groups outlive the models that this one has
         self._outer, self._weights, self._exchange = outer, weights, exchange
         self._couplings: dict[int, Fragments] = {}  # by the id of a pair's optimizer
+        self._values: MakeValues | None = None
+        self.defers = False
+        """Whether meetings are held by `meet_due`, once their update counts."""
         self._unread: dict[int, tuple[Saved, Callable[[], Here]]] = {}  # of pairs to come
         self._warned = self._resumed = False
         self._coordination: SynchronousCoordination
@@ -129,7 +137,7 @@ class LocalSGD:
 
     def add(self, pair: Pair, team: Team, values: MakeValues) -> None:
         """As `Outer.add`; what was loaded before, it goes on from now."""
-        column = self._grouping.column
+        self._values, column = values, self._grouping.column
         if column is None or isinstance(pair.optimizer, NoOptimizer):
             return
         made = Fragments(pair.model, lambda: self._coupling(pair, column, values), self._turns)
@@ -147,8 +155,7 @@ class LocalSGD:
     def _coupling(
         self, pair: Pair, column: JoinedGroups, values_of: MakeValues
     ) -> Coupling | Hierarchy:
-        values = values_of(pair, column)
-        values.only_finite = self._coordination.skips_nonfinite
+        values = self._made_values(pair, column, values_of)
         made = Coupling(values, self._outer, self._weights, self._exchange())
         if not isinstance(column, JoinedSites):
             return made
@@ -156,6 +163,11 @@ class LocalSGD:
         inside.only_finite = values.only_finite
         near = Coupling(inside, Average(), self._weights, delta_exchange.Whole())
         return Hierarchy(near, made, column, self._every // self._turns.every)
+
+    def _made_values(self, pair: Pair, column: JoinedGroups, values_of: MakeValues) -> Values:
+        values = values_of(pair, column)
+        values.only_finite = self._coordination.skips_nonfinite
+        return values
 
     def placed(self, found: Placed, training: bool) -> Placed:
         """As `Outer.placed`."""
@@ -166,7 +178,9 @@ class LocalSGD:
 
     def begin(self) -> None:
         """Go on from one's own group's values, after the merged ones were shown."""
-        for pair, coupling in self._coupled(self._coordination._pairs.all):
+        if self._coordination.groups.others_leave:
+            raise TaskLostError("another group has lost a task, or one comes to it")
+        for pair, coupling in self.coupled(self._coordination._pairs.all):
             if coupling.shows_merged:
                 self._check_shown(coupling)
                 coupling.take_back()
@@ -205,13 +219,22 @@ class LocalSGD:
         if result.dropped:
             coupling.left_out += 1
             self._tell_left_out(coupling.left_out)
-        asked = coupling.is_due and self._meet(pair, coupling.meet)
+        asked = not self.defers and coupling.is_due and self._meet(pair, coupling.meet)
         return structs.replace(result, stop=asked)
+
+    def meet_due(self) -> bool:
+        """As `Outer.meet_due`."""
+        due = [(p, each) for p, each in self.coupled(self._coordination._pairs.all) if each.is_due]
+        if not due:
+            return False
+        with self.telling():
+            asked = [self._meet(pair, coupling.meet) for pair, coupling in due]
+        return any(asked)  # after all: others make the same calls
 
     def flush(self, pair: Pair) -> None:
         """As `Outer.flush`."""
         coupling = self._couplings.get(id(pair.optimizer))
-        if coupling is not None and coupling.is_apart:
+        if coupling is not None and (coupling.is_apart or coupling.is_ending):
             if not (coupling.meetings or self._resumed):  # of a whole epoch
                 self.tell_length(coupling.updates)
             self._meet(pair, coupling.meet_all)
@@ -234,7 +257,7 @@ class LocalSGD:
         """Refuse an update of parameters that another optimizer has moved since a meeting."""
         several = len(self._grouping.members) > 1
         others = self._coordination._pairs.sharing(pair.optimizer) if several else ()
-        for other, coupling in self._coupled(others):
+        for other, coupling in self.coupled(others):
             if coupling.is_apart:
                 raise UserError(
                     f"two optimizers, {type(other.optimizer).__name__} and "
@@ -243,7 +266,12 @@ class LocalSGD:
                     "Give each parameter to one optimizer, or choose mirrored.",
                 )
 
-    def _coupled(self, pairs: Iterable[Pair]) -> Iterator[tuple[Pair, Fragments]]:
+    def coupled(self, pairs: Iterable[Pair]) -> Iterator[tuple[Pair, Fragments]]:
+        """Those of these pairs of which groups may have something of their own, with what that is.
+
+        Args:
+            pairs: Prepared ones.
+        """
         for pair in pairs:
             if (coupling := self._couplings.get(id(pair.optimizer))) is not None:
                 yield pair, coupling
@@ -267,6 +295,75 @@ class LocalSGD:
                 self._grouping.index,
                 count,
             )
+
+    # After a loss
+
+    def copies(self, team: Team) -> Copies:
+        """As `Outer.copies`."""
+        whole, turns = isinstance(self._exchange(), delta_exchange.Whole), self._turns
+        if turns.delay or turns.mixing or self._grouping.has_sites or not whole:
+            raise UserError(
+                "recovery under local_sgd with overlap, mixing, sites or compress: what is under "
+                "way, or was left out, would be lost",
+                "Leave these out, or recovery.",
+            )
+        return InGroups(team, self)
+
+    def rejoin(self, team: Team) -> None:
+        """All tasks have met again: couple what is prepared by the groups as they are now.
+
+        Args:
+            team: The tasks.
+        """
+        column, values = self._grouping.column, self._values
+        if column is None or values is None:
+            return
+        for pair in team.pairs.all:
+            if isinstance(pair.optimizer, NoOptimizer):
+                continue
+            make = partial(self._made_values, pair, column, values)
+            if (coupling := self._couplings.get(id(pair.optimizer))) is not None:
+                coupling.rejoin(make)
+                continue
+            made = Fragments(pair.model, partial(self._coupling, pair, column, values), self._turns)
+            made.follow(pair.gradients.parameters, strict=True)
+            made.forget()
+            self._couplings[id(pair.optimizer)] = made
+
+    def restart(self, pairs: Sequence[Pair]) -> None:
+        """All groups begin from the values that their models have.
+
+        Args:
+            pairs: The prepared ones.
+        """
+        for _, coupling in self.coupled(pairs):
+            coupling.restart()
+
+    @property
+    def between(self) -> Collective | None:
+        """The first tasks of all groups, as one of them sees them."""
+        column = self._grouping.column
+        return None if column is None else column.between
+
+    def kept(self, pair: Pair) -> dict[str, Any]:
+        """As `Fragments.kept`."""
+        coupling = self._couplings.get(id(pair.optimizer))
+        return {} if coupling is None else coupling.kept()
+
+    def take(self, pair: Pair, kept: dict[str, Any]) -> None:
+        """As `Fragments.take`."""
+        if (coupling := self._couplings.get(id(pair.optimizer))) is not None:
+            coupling.take(kept)
+
+    def common(self, pair: Pair) -> dict[str, Any]:
+        """As `Fragments.common`."""
+        coupling = self._couplings.get(id(pair.optimizer))
+        return {} if coupling is None else {"fragments": coupling.common()}
+
+    def take_common(self, pair: Pair, common: dict[str, Any]) -> None:
+        """As `Fragments.take_common`."""
+        if (coupling := self._couplings.get(id(pair.optimizer))) is not None:
+            coupling.take_common(common["fragments"])
 
     # Checkpoints
 
@@ -358,7 +455,7 @@ class LocalSGD:
 
     def show(self, pairs: Sequence[Pair]) -> None:
         """As `Outer.show`."""
-        for pair, coupling in self._coupled(pairs):
+        for pair, coupling in self.coupled(pairs):
             if coupling.show():
                 pair.gradients.written()
 
@@ -374,7 +471,7 @@ class LocalSGD:
         grouping = self._grouping
         if grouping.column is None:
             return {}
-        met = [each for _, coupling in self._coupled(pairs) for each in coupling.take_meetings()]
+        met = [each for _, coupling in self.coupled(pairs) for each in coupling.take_meetings()]
         levels = LEVELS if grouping.sites else LEVELS[:1]
         left_out = sum(each.take_left_out() for each in self._couplings.values())
         brought = list(own)
@@ -394,10 +491,9 @@ class LocalSGD:
             mean = sum(drifts) / len(drifts) / count if count else 0.0
             sent = sum(row[at + 2].item() for row in rows)
             figures |= {meetings: int(count), drift: mean, nbytes: sent}
-        losses = {
-            f"{GROUP_LOSS}{index}": loss / weight if weight else nan
-            for index, (loss, weight, *_) in enumerate(leaders)
-        }
+        losses = {f"{GROUP_LOSS}{index}": nan for index in range(grouping.count)}
+        for index, (loss, weight, *_) in zip(grouping.numbers, leaders, strict=True):
+            losses[f"{GROUP_LOSS}{index}"] = loss / weight if weight else nan
         if self._coordination.skips_nonfinite:  # by any group
             figures[SKIPPED] = int(sum(leader[-1] for leader in leaders))
         return {**figures, **losses}

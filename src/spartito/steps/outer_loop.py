@@ -20,6 +20,7 @@ from spartito.steps.batches import Placed
 from spartito.steps.distributed import StepResult
 from spartito.steps.groups import DATA, REPLICAS, Connect
 from spartito.steps.prepared import Pair
+from spartito.steps.recovery import Copies, InReplicas
 
 if TYPE_CHECKING:
     from spartito.steps.team import Team
@@ -77,6 +78,14 @@ class Outer(Protocol):
         """The batches of a data shard, for a training or an evaluation."""
         ...
 
+    def copies(self, team: Team) -> Copies:
+        """Where the state of a lost replica is found.
+
+        Raises:
+            UserError: Nowhere, in such groups.
+        """
+        ...
+
     def begin(self) -> None:
         """A batch of a training comes next."""
         ...
@@ -87,6 +96,10 @@ class Outer(Protocol):
 
     def update(self, pair: Pair, update: Callable[[], StepResult]) -> StepResult:
         """Make an update of one's own group, and what is due with the others behind it."""
+        ...
+
+    def meet_due(self) -> bool:
+        """Hold a meeting that was put off until its update counts; whether an end was asked for."""
         ...
 
     def flush(self, pair: Pair) -> None:
@@ -175,6 +188,10 @@ class EveryStep:
         """As they are."""
         return found
 
+    def copies(self, team: Team) -> Copies:
+        """In all others."""
+        return InReplicas(team)
+
     def begin(self) -> None:
         """Nothing has to be taken back."""
 
@@ -185,6 +202,10 @@ class EveryStep:
     def update(self, pair: Pair, update: Callable[[], StepResult]) -> StepResult:
         """That is all."""
         return update()
+
+    def meet_due(self) -> bool:
+        """There is none."""
+        return False
 
     def flush(self, pair: Pair) -> None:
         """All agree already."""

@@ -142,6 +142,10 @@ class InReplicas:
         return share_state(self._team.replicas, self._team.pairs.all, own, training)
 
 
+OF_GROUP = "of_group"
+"""What of a training's state is of one's own group alone, where groups train apart."""
+
+
 class Divides(Protocol):
     """What is to be known of an exchange."""
 

@@ -14,7 +14,7 @@ from spartito.steps.coordination import Alike
 from spartito.steps.groups import send
 from spartito.steps.parts import Exchange, Parts, Prepared, Settings, Whole
 from spartito.steps.prepared import Pair
-from spartito.steps.recovery import EndsWithLoss, InReplicas, Recovering, Regrouping
+from spartito.steps.recovery import EndsWithLoss, Recovering, Regrouping
 from spartito.steps.team import Team
 from spartito.steps.topology import OneShardEach
 
@@ -82,5 +82,5 @@ def replicas(team: Team, exchange: Exchange) -> Parts:
     placement = Replicated(team, exchange)
     recovery: Recovering = EndsWithLoss()
     if team.recovery is not None:
-        recovery = Regrouping(team, InReplicas(team), placement.gradients, exchange)
+        recovery = Regrouping(team, team.outer.copies(team), placement.gradients, exchange)
     return Parts(OneShardEach(), placement, exchange, recovery)

@@ -179,14 +179,20 @@ class Strategy:
 
     def _recovery_of(self, whole: Strategy, team: Team) -> Recovery | None:
         """How its training goes on after a loss."""
-        if not self.recovers or team.outer.name:
+        if not self.recovers:
             if whole.recovery is not None:
                 raise UserError(
                     f"recovery under {team.called}",
                     "Choose mirrored, multi_worker_mirrored, sharded, mesh or pipeline.",
                 )
             return None
-        return chosen_recovery(whole.recovery, team.cluster, whole.communication, team.device)
+        found = chosen_recovery(whole.recovery, team.cluster, whole.communication, team.device)
+        if found is not None and team.outer.name and strategy_info(self.name).divides_model:
+            raise UserError(
+                f"recovery under {team.outer.name} with {self.name} inside",
+                "Groups that recover hold mirrored; or leave recovery out.",
+            )
+        return found
 
     @property
     def declared(self) -> Declared:

@@ -60,7 +60,7 @@ class LocalSGDStrategy(Strategy):
 
     name = "local_sgd"
     nests = False
-    without = ("recovery",)
+    recovers = True
 
     groups: Asked = 2
     every: int | Sequence[int] = 20

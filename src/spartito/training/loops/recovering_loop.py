@@ -7,6 +7,7 @@ that was furthest. What all need to know of the others' rows rides along with th
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -24,7 +25,7 @@ from spartito.heartbeat import RECOVER, during
 from spartito.log import note
 from spartito.steps.batches import Placed
 from spartito.steps.groups import Groups
-from spartito.steps.recovery import ElsewhereError, Regrouping, ShardsLostError, Standing
+from spartito.steps.recovery import OF_GROUP, ElsewhereError, Regrouping, ShardsLostError, Standing
 from spartito.strategies import StepResult
 from spartito.training.callback import hooks
 from spartito.training.callbacks.backup_and_restore import BackupAndRestore
@@ -130,8 +131,13 @@ class RecoveringLoop(TrainingLoop):
         """As `Aboard.brings`."""
         return (
             float(self._groups.somebody_waits),
-            *(self._metrics.brings(self._placed.collect) if self._metrics else ()),
+            *(self._metrics.brings(self._collect) if self._metrics else ()),
         )
+
+    def _collect(self, own: bytes) -> list[bytes]:
+        engine = self._engine
+        found = engine.groups.replicas.all_gather_bytes(own)
+        return engine.parts.placement.account.counted(found)
 
     def brought(self, total: Sequence[float]) -> None:
         """As `Aboard.brought`."""
@@ -177,6 +183,7 @@ class RecoveringLoop(TrainingLoop):
             self._begun = epoch
 
     def _train_epoch(self, batches: Any) -> None:
+        self._meet_groups()
         if self._hook != ALL:
             self._call("on_train_batch_end", self._done - 1, self._logs)
         if not self._ends:
@@ -216,17 +223,32 @@ class RecoveringLoop(TrainingLoop):
         if self._welcomes and not self._ends:
             raise _SomebodyWaits
 
-    def _came(self, result: StepResult) -> None:
-        super()._came(result)
+    def _came(self, result: StepResult) -> bool:
+        ends = super()._came(result)
         self._counts = result.updates > 0
         if self._counts:
-            self._ends = self._ends or result.stop
+            self._ends = self._ends or ends
             self._hook = 0
             self._keep_mark()
+            ends |= self._meet_groups()
+        return ends
+
+    def _meet_groups(self) -> bool:
+        """Merge the groups, where that is due after the last update; whether one asks to end."""
+        ends = self._engine.team.outer.meet_due()
+        self._ends |= ends
+        return ends
 
     def _whole_metrics(self) -> list[Metric]:
         metrics = self._metrics
-        return metrics.merged(metrics.carried(), self._metrics_before) if metrics else []
+        if not metrics:
+            return []
+        found, near = metrics.carried(), self._placed.near
+        if near is not None:  # those of all groups
+            own = json.dumps([part.hex() for part in found] if near.is_leader else []).encode()
+            told = self._groups.data.all_gather_bytes(own)
+            found = [bytes.fromhex(part) for text in told for part in json.loads(text)]
+        return metrics.merged(found, self._metrics_before)
 
     def _call(self, name: str, *given: Any) -> None:
         """Call a hook of the callbacks from where this task is on."""
@@ -341,9 +363,9 @@ class RecoveringLoop(TrainingLoop):
             "callbacks": callback_states(trainer._given),
             "meaning": meaning(self.chain, self._steps, trainer.seed),
             "mark": [mark.data, list(mark.seen), mark.done, mark.examples],
-            "sums": [self._loss, self._weight, *self._before],
+            "before": self._before,
             "last": [float(each) for each in self._logs.last or ()],
-            "metrics": self._metrics.state_dict(),
+            OF_GROUP: [self._loss, self._weight, self._metrics.state_dict()],
             "metrics_before": self._metrics_before,
             "history": asdict(self._history),
             "found": [self._found_at, dict(self._found)],
@@ -360,9 +382,13 @@ class RecoveringLoop(TrainingLoop):
         check_position(there, meaning(self.chain, self._steps, trainer.seed))
         self._mark = Mark(data, tuple(seen), done, examples)
         self._done, self._examples = done, examples
-        self._loss, self._weight, *self._before = state["sums"]
+        self._before = state["before"]
         self._logs.last = tuple(state["last"]) or None
-        self._metrics.load_state_dict(state["metrics"])
+        self._loss, self._weight, metrics = state.get(OF_GROUP, (0.0, 0.0, None))
+        if metrics is None:  # what a group has found is lost with it
+            self._metrics.reset()
+        else:
+            self._metrics.load_state_dict(metrics)
         self._metrics_before = state["metrics_before"]
         self._history.take(**state["history"])
         self._found_at, self._found = state["found"]

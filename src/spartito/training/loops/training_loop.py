@@ -212,10 +212,10 @@ class TrainingLoop:
                 raise
             self._own_examples += batch.size
             self._own_batches += 1
-            self._came(result)
+            ends = self._came(result)
             for hook in end:
                 hook(self._done - 1, logs)
-            if result.stop:
+            if ends:
                 self._leave()
                 trainer.stop_training = True
                 break
@@ -245,8 +245,8 @@ class TrainingLoop:
         """What is called after each step."""
         return hooks(self._trainer.callbacks, "on_train_batch_end")
 
-    def _came(self, result: StepResult) -> None:
-        """Count what was done, here and by others."""
+    def _came(self, result: StepResult) -> bool:
+        """Count what was done, here and by others; whether an end was asked for."""
         self._done += result.batches
         self.clock.examples += result.examples
         self._loss = self._loss + result.loss
@@ -257,6 +257,7 @@ class TrainingLoop:
         trainer.skips.came(result.updates, result.dropped)
         if self._coordination.decides:  # under servers the chief's options are everybody's
             trainer.schedule.came(result.batches, result.updates, trainer.steps_per_epoch)
+        return result.stop
 
     def _figures(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The epoch's loss and metrics over all replicas, and where its time went."""
