@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 import re
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from spartito.declared import Declared
 from spartito.errors import UserError
+from spartito.launch.job import JobSpec
 from spartito.launch.processes.roles import Roles
 from spartito.names import ENV_STRATEGY, ENV_TIMEOUT, ENV_TLS
 from spartito.registry import default_name, strategy_info
@@ -68,6 +71,52 @@ class Planned:
     def tls(self) -> dict[str, str]:
         """What it says of TLS: nothing, unless that is left out."""
         return {ENV_TLS: "off"} if self.insecure else {}
+
+
+P = TypeVar("P")
+
+
+class FileLauncher(ABC, Generic[P]):
+    """A launcher that writes a file, which starts the job elsewhere."""
+
+    __slots__ = ()
+
+    def start(self, job: JobSpec) -> int:
+        """Write the file; nothing is written of a job that cannot run so.
+
+        Args:
+            job: what is to run.
+
+        Returns:
+            0.
+        """
+        self.write(self.plan(job))
+        return 0
+
+    @abstractmethod
+    def plan(self, job: JobSpec) -> P:
+        """Check the job, before there is a file.
+
+        Args:
+            job: what is to run.
+
+        Returns:
+            What the file says.
+
+        Raises:
+            UserError: the job cannot run so.
+        """
+
+    @abstractmethod
+    def write(self, planned: P) -> None:
+        """Write the file.
+
+        Args:
+            planned: what it says.
+
+        Raises:
+            UserError: it cannot be written.
+        """
 
 
 def check_apart(strategy: str, roles: Roles, each: str) -> None:

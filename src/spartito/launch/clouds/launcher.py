@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from spartito.launch.clouds.plan import Data, Nodes
 from spartito.launch.containers.plan import IMAGE
 from spartito.launch.fetch import SCHEMES, parse_url
 from spartito.launch.file_plan import (
+    FileLauncher,
     check_apart,
     check_text,
     folder_here,
@@ -38,7 +39,7 @@ GPU_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cloud(ABC):
+class Cloud(FileLauncher[Nodes]):
     """What both have in common."""
 
     gpus: bool = option("A GPU for each worker.", False)
@@ -49,35 +50,9 @@ class Cloud(ABC):
     setup: tuple[str, ...] = option("A line of the shell that prepares each node.", ())
     timeout: int = option("Seconds that a task waits for another.", 600, least=1)
 
-    def start(self, job: JobSpec) -> int:
-        """Print the file.
-
-        Args:
-            job: what is to run.
-
-        Returns:
-            0.
-
-        Raises:
-            UserError: the job cannot run so; nothing was written.
-        """
-        planned = self.plan(job)
+    def write(self, planned: Nodes) -> None:
+        """As `FileLauncher.write`: print it, after what the user should know."""
         print_file(self._text(planned), self._notes(planned))
-        return 0
-
-    @abstractmethod
-    def plan(self, job: JobSpec) -> Nodes:
-        """Check the job, before there is a file.
-
-        Args:
-            job: what is to run.
-
-        Returns:
-            What the file says.
-
-        Raises:
-            UserError: the job cannot run so.
-        """
 
     @abstractmethod
     def _text(self, job: Nodes) -> str:
@@ -183,7 +158,7 @@ class Sky(Cloud):
     )
 
     def plan(self, job: JobSpec) -> Nodes:
-        """See `Cloud.plan`."""
+        """As `FileLauncher.plan`."""
         out = None if job.out is None else _bucket("--out", str(job.out))
         if self.gpus and self.gpu_type is None:
             raise UserError("--gpus: SkyPilot wants to know which", "Add --gpu-type L4, or others.")
@@ -252,7 +227,7 @@ class Dstack(Cloud):
     image: str = option("The image that all run.", IMAGE, metavar="NAME")
 
     def plan(self, job: JobSpec) -> Nodes:
-        """See `Cloud.plan`."""
+        """As `FileLauncher.plan`."""
         if job.out is None:
             raise UserError(
                 "no --out: what a container writes goes with it",

@@ -22,7 +22,7 @@ from spartito.launch.containers.plan import (
     Network,
     memory_bytes,
 )
-from spartito.launch.file_plan import check_text
+from spartito.launch.file_plan import FileLauncher, check_text
 from spartito.launch.hosts.names import parse_hosts
 from spartito.launch.images import check_image
 from spartito.launch.job import JobSpec, check_folders_of_recipe, option
@@ -33,7 +33,7 @@ from spartito.registry import default_name, strategy_info
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compose(Recovering):
+class Compose(Recovering, FileLauncher[Containers]):
     """Write the compose file of a job; redirect it into a file.
 
     Example: spartito cluster compose mnist --workers 2 -- --epochs 3 > compose.yaml
@@ -65,38 +65,24 @@ class Compose(Recovering):
     into: Path | None = option("With --hosts: the folder for the files.", metavar="DIR")
     timeout: int = option("Seconds that a task waits for another.", 300, least=1)
 
-    def start(self, job: JobSpec) -> int:
-        """Print the file, or with ``hosts`` write one for each machine.
+    def write(self, planned: Containers) -> None:
+        """As `FileLauncher.write`: print it, or with ``hosts`` write one for each machine.
 
         Args:
-            job: what is to run.
-
-        Returns:
-            0.
+            planned: what it says.
 
         Raises:
-            UserError: the job cannot run so; nothing was written.
+            UserError: one of ``hosts`` and ``into`` alone.
         """
         if (self.hosts is None) != (self.into is None):
             raise UserError(
                 "--hosts and --into go together: several machines are several files",
                 "Write --hosts a,b,c --into DIR.",
             )
-        write_files(self.plan(job), self.into)
-        return 0
+        write_files(planned, self.into)
 
     def plan(self, job: JobSpec) -> Containers:
-        """Check the job, before there is a file.
-
-        Args:
-            job: what is to run.
-
-        Returns:
-            What the file says.
-
-        Raises:
-            UserError: the job cannot run so.
-        """
+        """As `FileLauncher.plan`."""
         program, roles = job.program, job.roles()
         check_text((program.name, *program.arguments))
         check_image(self.image)

@@ -13,6 +13,7 @@ from spartito.errors import UserError
 from spartito.launch.containers.plan import IMAGE
 from spartito.launch.fetch import SCHEMES, parse_url, path_of
 from spartito.launch.file_plan import (
+    FileLauncher,
     check_apart,
     check_text,
     folder_here,
@@ -44,7 +45,7 @@ WAIT = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kubernetes(Recovering):
+class Kubernetes(Recovering, FileLauncher[Pods]):
     """Write the file of a job for Kubernetes; redirect it into a file.
 
     Example: spartito cluster kubernetes mnist --workers 4 -- --epochs 3 > job.yaml
@@ -90,19 +91,8 @@ class Kubernetes(Recovering):
         least=0,
     )
 
-    def start(self, job: JobSpec) -> int:
-        """Print the file.
-
-        Args:
-            job: what is to run.
-
-        Returns:
-            0.
-
-        Raises:
-            UserError: the job cannot run so; nothing was written.
-        """
-        planned = self.plan(job)
+    def write(self, planned: Pods) -> None:
+        """As `FileLauncher.write`: print it, after what is to be there."""
         claims = {"--out": planned.out, "--data": planned.data}
         notes = [folder_here(flag, name, "a claim") for flag, name in claims.items() if name]
         notes.append(image_of_nobody(planned))
@@ -111,20 +101,9 @@ class Kubernetes(Recovering):
                 f"the queue {planned.queue} has to admit {needs(planned)}; it was not asked"
             )
         print_file(job_file(planned), filter(None, notes))
-        return 0
 
     def plan(self, job: JobSpec) -> Pods:
-        """Check the job, before there is a file.
-
-        Args:
-            job: what is to run.
-
-        Returns:
-            What the file says.
-
-        Raises:
-            UserError: the job cannot run so.
-        """
+        """As `FileLauncher.plan`."""
         program, roles = job.program, job.roles()
         if self.kind not in KINDS:
             raise UserError(f"--kind {self.kind!r} is no kind of job", nearest(self.kind, KINDS))

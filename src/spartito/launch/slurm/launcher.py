@@ -11,7 +11,7 @@ from pathlib import Path
 from spartito.cluster.endpoints import parse_range
 from spartito.errors import UserError
 from spartito.launch.containers.plan import LEAST_MEMORY, memory_bytes
-from spartito.launch.file_plan import print_file
+from spartito.launch.file_plan import FileLauncher, print_file
 from spartito.launch.job import JobSpec, check_folders_of_recipe, option
 from spartito.launch.processes.roles import Roles
 from spartito.launch.slurm.file import (
@@ -50,7 +50,7 @@ OURS = ("array", "ntasks-per-node")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slurm:
+class Slurm(FileLauncher[BatchJob]):
     """Write the batch file of a Slurm job; redirect it into a file.
 
     Example: spartito cluster slurm mnist --nodes 2 --workers 4 -- --epochs 3 > job.sbatch
@@ -117,33 +117,12 @@ class Slurm:
     ps_memory: str | None = option("Memory of each of them, as 8g.", metavar="SIZE")
     container: str | None = option("An image of Apptainer for the tasks.", metavar="IMAGE.sif")
 
-    def start(self, job: JobSpec) -> int:
-        """Print the file.
-
-        Args:
-            job: what is to run.
-
-        Returns:
-            0.
-
-        Raises:
-            UserError: the job cannot run so.
-        """
-        print_file(batch_file(self.plan(job)))
-        return 0
+    def write(self, planned: BatchJob) -> None:
+        """As `FileLauncher.write`: print it."""
+        print_file(batch_file(planned))
 
     def plan(self, job: JobSpec) -> BatchJob:
-        """Check the job, before it is in a queue.
-
-        Args:
-            job: what is to run.
-
-        Returns:
-            What the file says.
-
-        Raises:
-            UserError: the job cannot run so.
-        """
+        """As `FileLauncher.plan`."""
         roles = job.roles()
         if roles.chief:
             raise UserError(
