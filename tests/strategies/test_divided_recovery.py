@@ -21,6 +21,7 @@ from tests.strategies.test_sharded_recovery import Around
 MESH: dict[str, Any] = {"name": "mesh", "model": 2}
 LINES: dict[str, Any] = {"name": "pipeline", "stages": 2, "microbatches": 2, "split": ["3"]}
 BOTH = pytest.mark.parametrize("strategy", [MESH, LINES], ids=["mesh", "pipeline"])
+BACKWARD: Spot = Around(PackedGradients, "reduce", before=True)
 REDUCED: Spot = Around(PackedGradients, "reduce")
 MET: Spot = Around(InColumns, "_meet")
 BEFORE: Spot = Around(InColumns, "_meet", before=True)
@@ -79,6 +80,19 @@ def test_a_task_is_killed_wherever_it_is(
     spots = {(0, 2): REDUCED, (3, 5): BEFORE, (1, 8): MET, (2, 11): REDUCED}
     training = {"optimizer": "NAdam", "batch": 9, "metrics": ["accuracy", "confusion_matrix"]}
     strategy = {**strategy, "communication": communication}
+    check(Plan(4, spots=spots, strategy=strategy, training=training), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [MESH, LINES, {"name": "mirrored"}])
+def test_another_task_is_lost_while_they_share_the_state(
+    strategy: dict[str, Any], tmp_path: Path
+) -> None:
+    """Some have taken over parameters, or made an update, and all meet once more."""
+    cuts = strategy["name"] != "mirrored"
+    module = "spartito.steps." + ("tensor_parallel" if cuts else "recovery")
+    spots = {(3, 6): MET if cuts else BACKWARD, (0, 6): Around(module, "share_state")}
+    training = {"optimizer": "AdamW", "metrics": ["confusion_matrix"]}
     check(Plan(4, spots=spots, strategy=strategy, training=training), tmp_path)
 
 

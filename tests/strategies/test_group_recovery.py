@@ -67,6 +67,17 @@ def heard(die: Callable[[], None]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("step", [3, 6])
+def test_another_task_is_lost_while_they_share_the_state(step: int, tmp_path: Path) -> None:
+    """At a meeting and between two, in another group."""
+    spots = {
+        (3, step): GIVEN if step == 3 else REDUCED,
+        (0, step): Around("spartito.steps.group_recovery", "share_state"),
+    }
+    check(Plan(4, spots=spots, strategy=GROUPS), tmp_path)
+
+
+@pytest.mark.slow
 def test_groups_hear_of_a_loss_between_meetings(tmp_path: Path) -> None:
     """The first task of a group looks, the others hear it from that one."""
     strategy = {**GROUPS, "every": 1000}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,15 @@ from tests.strategies.test_recovery import Plan, Spot, difference, run, without
 
 @dataclass(frozen=True)
 class Around:
-    """Die when a method is called, or when it has returned."""
+    """Die when a method, or a function of a module by its name, is called, or has returned."""
 
     cls: Any
     name: str
     before: bool = False
 
     def __call__(self, die: Callable[[], None]) -> None:
-        original = getattr(self.cls, self.name)
+        owner = import_module(self.cls) if isinstance(self.cls, str) else self.cls
+        original = getattr(owner, self.name)
 
         def method(*given: Any, **named: Any) -> Any:
             if self.before:
@@ -43,7 +45,7 @@ class Around:
                 die()
             return found
 
-        setattr(self.cls, self.name, method)
+        setattr(owner, self.name, method)
 
 
 def torn(die: Callable[[], None]) -> None:
