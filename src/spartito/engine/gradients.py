@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito.collectives.collective import Collective, Piggybacked, Reducer
+from spartito.engine.compression import CompressedReducer, Compression, Whole
 from spartito.engine.fused_update import is_bare
 from spartito.engine.optimizers import optimizer_parameters
 from spartito.errors import UserError
@@ -285,13 +286,18 @@ class PackedGradients(Gradients):
     """Several replicas: packed into one flat tensor per dtype, reduced, and seen through views.
 
     An optimizer that may write into ``.grad``, as all but torch's fused ones and all with hooks,
-    gets copies.
+    gets copies. ``compression``: how they are sent; None: as they are.
     """
 
     def __init__(
-        self, optimizer: Optimizer, collective: Collective, learned: Sequence[nn.Parameter] = ()
+        self,
+        optimizer: Optimizer,
+        collective: Collective,
+        learned: Sequence[nn.Parameter] = (),
+        compression: Compression | None = None,
     ) -> None:
         self._collective = collective
+        self.compression = compression or Whole()
         self.absent = 0.0
         """Parameters without a gradient in the last update, counted over the replicas."""
         super().__init__(optimizer, learned)
@@ -310,8 +316,32 @@ class PackedGradients(Gradients):
         return _Pack(parameters, self._reducer(parameters), self._optimizer)
 
     def _reducer(self, parameters: list[nn.Parameter]) -> Reducer:
+        if not isinstance(self.compression, Whole):
+            return CompressedReducer(parameters, self._collective, self.compression)
         first, numel = parameters[0], sum(parameter.numel() for parameter in parameters)
         return self._collective.reducer(numel, first.dtype, first.device)
+
+    def before_forward(self, is_last: bool, epoch: int) -> None:
+        """As `Gradients.before_forward`."""
+        self.compression.epoch = epoch
+
+    def update(self, step: Callable[[], None]) -> None:
+        """As `Gradients.update`; from now on what was left out is left out."""
+        super().update(step)
+        self._updated()
+
+    def _updated(self) -> None:
+        """Take note that an update was made of what came."""
+        self.compression.updated()
+        self._collective.traffic.compression_error = self.compression.error
+
+    def clear(self) -> None:
+        """As `Gradients.clear`; what was sent for no update comes once more."""
+        super().clear()
+        self._unsend()
+
+    def _unsend(self) -> None:
+        self.compression.undo()
 
     def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:
         self.refresh()

@@ -17,6 +17,7 @@ from spartito.collectives.pages import PAGE
 from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.engine import fused_update
 from spartito.engine.checksum import checksum
+from spartito.engine.compression import Compress
 from spartito.engine.divided_update import ELEMENTWISE
 from spartito.engine.gradients import LocalGradients
 from spartito.engine.memory_check import give_back_memory
@@ -33,6 +34,7 @@ from spartito.engine.value_recipes import value_of
 from spartito.errors import TaskLostError, UserError
 from spartito.outer.group_values import Shards, Values
 from spartito.outer.joined_groups import JoinedGroups
+from spartito.steps.compressed_sums import CompressedSums
 from spartito.steps.coordination import compare_values
 from spartito.steps.groups import ALIKE, COPIES, SHARDS
 from spartito.steps.parts import Prepared, Settings, State
@@ -73,6 +75,7 @@ class Sharded:
         block_bytes: From which size on a module is a block.
         owners: How many tasks have a model between them; None: all replicas.
         gathers: Whether parameters may be gathered where their replicas share no memory.
+        compress: How gradients go from machine to machine.
 
     Raises:
         UserError: For shards that cannot be.
@@ -85,9 +88,10 @@ class Sharded:
         block_bytes: int,
         owners: Callable[[], int] | None = None,
         gathers: bool = True,
+        compress: Compress = None,
     ) -> None:
         check_shards(zero, block_bytes)
-        self._gathers = gathers
+        self._gathers, self._sums = gathers, CompressedSums(team, compress)
         self._team, self.zero, self._block_bytes = team, zero, block_bytes
         self._owners = owners or (lambda: team.own_shard[1])
         self.members: list[Members] = []
@@ -120,6 +124,7 @@ class Sharded:
 
     def check(self, optimizer: object, settings: Settings) -> None:
         """As `Exchange.check`."""
+        self._sums.check(settings)
         if not self.has_shards:
             return
         if settings.precision == "fp16":
@@ -169,7 +174,7 @@ class Sharded:
         groups = self._team.groups
         made = ShardedGradients(
             optimizer, self._team.replicas, self.homes, groups[SHARDS], groups[COPIES],
-            self.learned,
+            self.learned, self._sums.made(),
         )  # fmt: skip
         return model, made
 
@@ -241,11 +246,12 @@ class Sharded:
         if isinstance(pair.gradients, ShardedGradients):
             pair.gradients.refresh()
             pair.gradients.adopt()
-        return state()
+        return self._sums.save(pair, state())
 
     def load(self, pair: Pair, saved: Saved, load: Callable[[Saved], None]) -> None:
         """As `Held.load`."""
         load(saved)
+        self._sums.load(pair, saved)
         if self.zero == 3 or self._team.outer.has(pair):
             for home in dict.fromkeys(self.homes.values()):
                 home.loaded()
