@@ -47,8 +47,7 @@ def test_what_is_left_out_is_bounded(code: Any, numbers: list[float]) -> None:
             step = largest / (2 ** (code.bits - 1) - 1) * (1 + 2**-8)
             assert float(rest.max()) <= step / 2 + largest * 2**-8 + 1e-38
         else:
-            block = min(code.block, len(numbers))
-            kept = min(len(part), max(1, round(code.fraction * block)))
+            kept = min(len(part), max(1, round(code.fraction * code.block)))
             smallest = float(part.abs().sort(descending=True).values[kept - 1])
             assert float(rest.max()) <= max(smallest, largest / 256)
 

@@ -53,7 +53,9 @@ def kept(strategy: sp.Strategy) -> dict[str, Any]:
     """What a compression has left out so far, on all machines."""
     pair = strategy.engine.team.pairs.only
     assert isinstance(pair.gradients, PackedGradients)
-    return pair.gradients.compression.state_dict(learning(pair), strategy.engine.team.replicas)
+    return pair.gradients.compression.state_dict(
+        learning(pair.model, pair.optimizer), strategy.engine.team.replicas
+    )
 
 
 def make(way: str, **options: Any) -> MultiWorkerMirroredStrategy:

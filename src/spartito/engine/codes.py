@@ -99,24 +99,24 @@ class TopK:
     fraction: float = 0.01
     block: int = 4096
 
-    def _kept(self, block: int) -> int:
-        return max(1, round(self.fraction * block))
+    @property
+    def _kept(self) -> int:
+        return max(1, round(self.fraction * self.block))
 
     def pack(self, values: Tensor) -> Tensor:
-        """Four bytes for each number that is kept; fewer values than a block are one themselves."""
-        rows = _in_blocks(values, max(1, min(self.block, len(values))))
-        indices = rows.abs().topk(self._kept(rows.shape[1]), 1).indices
+        """Four bytes for each number that is kept."""
+        rows = _in_blocks(values, self.block)
+        indices = rows.abs().topk(self._kept, 1).indices
         kept = rows.gather(1, indices).bfloat16()
         both = (indices.to(torch.int16).view(-1), kept.view(-1))
         return torch.cat([each.view(torch.uint8) for each in both])
 
     def unpack(self, packed: Tensor, numel: int) -> Tensor:
         """0 where nothing was kept."""
-        block = max(1, min(self.block, numel))
         indices, kept = packed.chunk(2)
-        rows = torch.zeros(-(-numel // block), block, dtype=torch.float32)
-        where = indices.view(torch.int16).long().view(-1, self._kept(block))
-        rows.scatter_(1, where, kept.view(torch.bfloat16).float().view(where.shape))
+        rows = torch.zeros(-(-numel // self.block), self.block, dtype=torch.float32)
+        where = indices.view(torch.int16).long().view(-1, self._kept)
+        rows.scatter_(1, where, kept.view(torch.bfloat16).float().view(-1, self._kept))
         return rows.view(-1)[:numel]
 
 

@@ -21,6 +21,9 @@ from spartito.errors import UserError
 FEWER = 2
 """A matrix is sent as a product where that takes so many times fewer numbers."""
 
+BLOCK = 256
+"""How many numbers of a gradient are coded together: few are lost where parameters end."""
+
 _EXACT_AT_MOST = 1000  # updates at the start, where nothing says how many
 _SAMPLED = 16  # updates, of which one is looked at for its error
 _FLOATS = (torch.float32, torch.float64)
@@ -298,6 +301,9 @@ class Feedback(Compression):
 class Coded(Feedback):
     """In a code of fewer bits; each gets what all have sent, and adds it up.
 
+    Blocks of the code lie inside of parameters: those that several tasks of one model have come
+    out equal on all, whatever else is sent with them.
+
     Args:
         code: The code.
     """
@@ -312,30 +318,37 @@ class Coded(Feedback):
     def summing(self, parameters: Sequence[nn.Parameter], group: Collective, flat: Tensor) -> Work:
         if not flat.is_floating_point() or not flat.numel():
             return group.summing(flat)
-        memories = [self._memory(parameter) for parameter in parameters]
-        wanted = torch.empty_like(flat, dtype=memories[0].errors[0].dtype)
-        total, code = torch.empty_like(wanted), self._code
-        parts = wanted.split([parameter.numel() for parameter in parameters])
-        packed = code.pack(torch.zeros_like(wanted, dtype=torch.float32))
+        memories, code = [self._memory(parameter) for parameter in parameters], self._code
+        sizes = [parameter.numel() for parameter in parameters]
+        spaces = [-(-size // code.block) * code.block for size in sizes]
+        wanted = flat.new_zeros(sum(spaces), dtype=memories[0].errors[0].dtype)
+        total = torch.empty_like(wanted)
+
+        def parts(of: Tensor) -> list[Tensor]:
+            found = zip(of.split(spaces), sizes, strict=True)
+            return [space[:size] for space, size in found]
+
+        given, errors, sums = flat.split(sizes), parts(wanted), parts(total)
+        packed = code.pack(wanted.float())
         gather = group.gathering(packed)
 
         def run() -> None:
-            torch._foreach_copy_(parts, [memory.errors[0].view(-1) for memory in memories])
-            wanted.add_(flat)
+            torch._foreach_copy_(errors, given)
+            torch._foreach_add_(errors, [memory.errors[0].view(-1) for memory in memories])
             if self._is_sampled:
                 self._sent += _square([wanted])
             packed.copy_(code.pack(wanted.float()))
             total.zero_()
             for rank, came in enumerate(gather()):
-                sent = code.unpack(came, flat.numel()).to(wanted.dtype)
+                sent = code.unpack(came, len(wanted)).to(wanted.dtype)
                 total.add_(sent)
                 if rank == group.rank:
                     wanted.sub_(sent)
             if self._is_sampled:
                 self._lost += _square([wanted])
-            torch._foreach_copy_([memory.errors[1].view(-1) for memory in memories], parts)
+            torch._foreach_copy_([memory.errors[1].view(-1) for memory in memories], errors)
             self._flip(memories)
-            flat.copy_(total)
+            torch._foreach_copy_(given, sums)
 
         return run
 
@@ -435,7 +448,7 @@ def make_compression(way: Way) -> Compression:
         return LowRank(way)
     if way is None or isinstance(way, codes.Rounded):
         return Whole() if way is None else Rounded()
-    return Coded(way)
+    return Coded(TopK(way.fraction, BLOCK) if isinstance(way, TopK) else way)
 
 
 class CompressedSum:

@@ -56,6 +56,8 @@ class Gradients(ABC):
         self.loss_divisor = 0.0
         self.weight: Number = 0.0
         self.loss: Number = 0.0
+        self.epoch = 0
+        """That of the batch that is computed."""
         self.backward_calls = 0
         """Backward passes of a loop of the user's own since the last update, on all replicas."""
         self.normalized = False
@@ -78,10 +80,9 @@ class Gradients(ABC):
         self.loss_divisor = self.loss_divisor or loss_divisor
         return self.loss_divisor
 
-    def before_forward(  # noqa: B027 - few have something to do
-        self, is_last: bool, epoch: int
-    ) -> None:
+    def before_forward(self, is_last: bool, epoch: int) -> None:
         """Before a forward pass; ``is_last``: an update follows on its backward pass."""
+        self.epoch = epoch
 
     def rescale(self, loss_divisor: float) -> None:
         """Divide what waits by another loss_divisor, as the next backward pass does."""
@@ -323,7 +324,12 @@ class PackedGradients(Gradients):
 
     def before_forward(self, is_last: bool, epoch: int) -> None:
         """As `Gradients.before_forward`."""
-        self.compression.epoch = epoch
+        self.epoch = self.compression.epoch = epoch
+
+    def go_on(self, before: Gradients) -> None:
+        """As `Gradients.go_on`."""
+        super().go_on(before)
+        self.compression.epoch = before.epoch
 
     def update(self, step: Callable[[], None]) -> None:
         """As `Gradients.update`; from now on what was left out is left out."""

@@ -114,7 +114,7 @@ class Compressed(Exchange):
 
     def _make_blocks(self, moved: Tensor) -> None:
         """Have the error in memory of whole blocks."""
-        numel, block = moved.numel(), max(1, min(self._code.block, moved.numel()))
+        numel, block = moved.numel(), self._code.block
         if self.error.data_ptr() == self._blocks.data_ptr() and len(self.error) == numel:
             return  # it was there at the last meeting
         before = self.error

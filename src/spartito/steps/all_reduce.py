@@ -45,6 +45,7 @@ class AllReduce(Whole):
         compress: How gradients go from machine to machine.
         bucket_bytes: In parts of at least so many bytes; None: all at once, after backward.
         slices: Whether replicas that share memory may make an update between them.
+        overlaps: Whether DDP may have the model, as on GPUs.
 
     Raises:
         UserError: For a compression or size that cannot be.
@@ -62,11 +63,12 @@ class AllReduce(Whole):
         compress: Compress = None,
         bucket_bytes: int | None = None,
         slices: bool = True,
+        overlaps: bool = True,
     ) -> None:
         if bucket_bytes is not None and bucket_bytes < 1:
             raise UserError(f"bucket_bytes={bucket_bytes}", "At least 1; 1 MB hides most.")
         self._sums = CompressedSums(team, compress)
-        self._team, self._slices = team, slices
+        self._team, self._slices, self._may_overlap = team, slices, overlaps
         self._find_unused, self._bucket_bytes = find_unused, bucket_bytes
 
     @property
@@ -74,7 +76,7 @@ class AllReduce(Whole):
         """Whether DDP reduces while backward runs."""
         asked = self._team.communication
         by_ddp = asked == "ddp" or (asked == "auto" and self._team.device.type == "cuda")
-        return by_ddp and self._team.own_shard[1] > 1
+        return self._may_overlap and by_ddp and self._team.own_shard[1] > 1
 
     def check(self, optimizer: object, settings: Settings) -> None:
         """As `Exchange.check`: what rounds has not the numbers of one device."""
@@ -85,7 +87,7 @@ class AllReduce(Whole):
 
     def gradients(self, model: nn.Module, optimizer: Optimizer) -> Prepared:
         """As `Exchange.gradients`."""
-        group, compression = self._team.replicas, self._sums.made()
+        group, compression = self._team.replicas, self._sums.made(model, optimizer)
         if group.world_size == 1:
             return model, LocalGradients(optimizer)
         if isinstance(group, ProcessGroupCollective) and self._overlaps:

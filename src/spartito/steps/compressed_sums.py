@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
+from torch.optim import Optimizer
 
 from spartito.checkpoint.saved_state import Saved, Whole
 from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.engine import compression
 from spartito.engine.compression import Compress, Compression, make_compression
 from spartito.engine.gradients import PackedGradients
-from spartito.engine.optimizers import unwrap
+from spartito.engine.optimizers import optimizer_parameters, unwrap
 from spartito.errors import UserError
 from spartito.log import warn
 from spartito.steps.parts import Settings, State
@@ -41,6 +44,7 @@ class CompressedSums:
             )
         self._team, self._compress = team, compress
         self._way = compression.choose(compress)
+        self._unread: dict[int, dict[str, Any]] = {}  # by the id of the optimizer
 
     @property
     def are_exact(self) -> bool:
@@ -70,16 +74,23 @@ class CompressedSums:
                 "What was left out has the scale of its step: choose precision='bf16'.",
             )
 
-    def made(self) -> Compression | None:
+    def made(self, model: nn.Module, optimizer: Optimizer) -> Compression | None:
         """A new compression for those who have met; None where no sum of theirs leaves a machine.
 
         Then it is left out, and the chief says so.
+
+        Args:
+            model: With whatever wraps it.
+            optimizer: Whose gradients are summed.
         """
         if self._way is None:
             return None
         group = self._team.replicas
         if group.world_size > 1 and not isinstance(group, SharedMemoryCollective):
-            return make_compression(self._way)
+            found, state = make_compression(self._way), self._unread.pop(id(optimizer), None)
+            if state is not None:
+                found.load_state_dict(state, learning(model, optimizer), group)
+            return found
         if self._team.is_chief:
             warn(
                 "compress=%r: no sum of gradients leaves this machine, so it is left out",
@@ -97,7 +108,7 @@ class CompressedSums:
         gradients, group = pair.gradients, self._team.replicas
         if self._way is None or not isinstance(gradients, PackedGradients):
             return found
-        kept = gradients.compression.state_dict(learning(pair), group)
+        kept = gradients.compression.state_dict(learning(pair.model, pair.optimizer), group)
         return {**found, SECTION: {str(group.ranks[0]): kept}} if kept else found
 
     def load(self, pair: Pair, saved: Saved) -> None:
@@ -110,19 +121,22 @@ class CompressedSums:
         gradients, group = pair.gradients, self._team.replicas
         if self._way is None or "optimizer" not in saved:
             return
-        if not isinstance(gradients, PackedGradients):
-            return
         tree = saved.tree(SECTION) if SECTION in saved else {}
         own = tree.get(str(group.ranks[0]))
         state = {} if own is None else unpack_state(own, Whole(saved.tensors(SECTION)))
-        gradients.compression.load_state_dict(state, learning(pair), group)
+        if isinstance(gradients, PackedGradients):
+            named = learning(pair.model, pair.optimizer)
+            gradients.compression.load_state_dict(state, named, group)
+        else:  # of a pipeline, whose stages are divided when the first batch comes
+            self._unread[id(pair.optimizer)] = state
 
 
-def learning(pair: Pair) -> dict[str, nn.Parameter]:
-    """The parameters here that learn, by the user's names.
+def learning(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The parameters that learn here, by the user's names.
 
     Args:
-        pair: A prepared one.
+        model: With whatever wraps it.
+        optimizer: Which has them.
     """
-    learn = {id(parameter) for parameter in pair.gradients.parameters}
-    return {name: p for name, p in unwrap(pair.model).named_parameters() if id(p) in learn}
+    learn = {id(each) for each in optimizer_parameters(optimizer) if each.requires_grad}
+    return {name: p for name, p in unwrap(model).named_parameters() if id(p) in learn}

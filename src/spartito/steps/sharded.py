@@ -174,7 +174,7 @@ class Sharded:
         groups = self._team.groups
         made = ShardedGradients(
             optimizer, self._team.replicas, self.homes, groups[SHARDS], groups[COPIES],
-            self.learned, self._sums.made(),
+            self.learned, self._sums.made(model, optimizer),
         )  # fmt: skip
         return model, made
 

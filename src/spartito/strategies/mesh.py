@@ -81,7 +81,7 @@ class MeshStrategy(Strategy):
         mesh, layout = mesh_of(self.mesh, self.model, rules, tasks, team.is_evaluator)
         mesh.check(tasks)
         topology = Grid(mesh, layout.batch_axis, self.zero > 0)
-        exchange: Exchange = AllReduce(team, compress=self.compress)
+        exchange: Exchange = AllReduce(team, compress=self.compress, overlaps=False)
         if self.zero:
             if team.device.type != "cpu":
                 raise UserError(

@@ -99,7 +99,7 @@ class PipelineStrategy(Strategy):
         mesh.check(tasks)
         layout = layout_without_stages(rules, mesh, default=rules == DEFAULT)
         lines = Lines(Grid(mesh, layout.batch_axis, self.zero > 0), per_task)
-        exchange: Exchange = AllReduce(team, compress=self.compress)
+        exchange: Exchange = AllReduce(team, compress=self.compress, overlaps=False)
         if self.zero:
             exchange = Sharded(
                 team, self.zero, self.block_bytes, gathers=False, compress=self.compress
