@@ -89,6 +89,33 @@ def alone(text: str) -> Found:
     return fit(text, "sgd", 1, 4)
 
 
+def hurt(text: str, bad: bool) -> dict[str, Tensor]:
+    """The weights after some updates, of which one is left out: its gradients are not finite.
+
+    Args:
+        text: The strategy.
+        bad: Whether there is that batch at all.
+    """
+    strategy = sp.strategy(text, timeout=20)
+    strategy.coordination.skips_nonfinite = True
+    net = network()
+    strategy.prepare(net, OPTIMIZERS["sgd"])
+    x, y = blobs(EXAMPLES)
+    x, y = torch.cat([x[:BATCH], x[:BATCH]]), torch.cat([y[:BATCH], y[:BATCH]])
+    x[BATCH:] = torch.inf
+    if not bad:
+        x, y = x[:BATCH], y[:BATCH]
+    data = strategy.distribute(sp.data.arrays(x, y).batch(BATCH))
+    dropped = 0
+    for _ in range(3):
+        for batch in data:
+            dropped += strategy.step(batch, nn.CrossEntropyLoss()).dropped
+    assert dropped == (3 if bad else 0)
+    weights = {name: value.clone() for name, value in strategy.state_dict()["model"].items()}
+    strategy.close()
+    return weights
+
+
 class Way:
     """How senders add up what each has: a flat row of each, made of ``shapes``."""
 

@@ -142,6 +142,20 @@ def test_tasks_that_share_memory_leave_nothing_out(replicas: Replicas, text: str
         assert all(torch.equal(value, other.weights[name]) for name, value in one.weights.items())
 
 
+@pytest.mark.parametrize("compress", ['"4bit"', '"topk:0.03"', '"powersgd:1"'])
+@pytest.mark.parametrize("way", ["sockets", "process group", "zero=2", "mesh", "ddp"])
+def test_what_is_sent_for_no_update_is_sent_again(
+    replicas: Replicas, way: str, compress: str
+) -> None:
+    """An update that is dropped leaves no trace in what was left out."""
+    ddp = 'multi_worker_mirrored({}, communication="ddp")'
+    text = (ddp if way == "ddp" else SUMS[way][0]).format(f"compress={compress}")
+    text = f'{text[:-1]}, communication="sockets")' if way in ("zero=2", "mesh") else text
+    exact, found = (replicas(jobs.hurt, 4, text, bad)[0] for bad in (False, True))
+    assert all(value.isfinite().all() for value in exact.values())
+    close(found, exact)
+
+
 @pytest.mark.parametrize("text", ["sharded({})", "mesh(model=1, {})", "pipeline(stages=1, {})"])
 def test_what_cannot_be_is_refused_before_a_batch(text: str) -> None:
     net, optimizer = network(), OPTIMIZERS["sgd"]

@@ -333,6 +333,7 @@ class Coded(Feedback):
         gather = group.gathering(packed)
 
         def run() -> None:
+            wanted.zero_()  # between parameters too, where a sum that is not finite has left NaN
             torch._foreach_copy_(errors, given)
             torch._foreach_add_(errors, [memory.errors[0].view(-1) for memory in memories])
             if self._is_sampled:
