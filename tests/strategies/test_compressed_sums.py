@@ -23,6 +23,8 @@ PAIRS = [[[0, 1], [2, 3]]]
 COLUMNS = [[[0], [2]]]
 """Two have a model between them, and send to those that have the same part."""
 
+STAGES = 'pipeline(stages=2, microbatches=2, split=["3"]'
+
 SUMS: dict[str, tuple[str, int, Any]] = {
     "sockets": ('multi_worker_mirrored({}, communication="sockets")', 1, ALONE),
     "layers": ("multi_worker_mirrored({}, bucket_bytes=200)", 2, PAIRS),
@@ -37,8 +39,13 @@ SUMS: dict[str, tuple[str, int, Any]] = {
     "mesh, gloo": ('mesh(model=2, {}, communication="process_group")', 2, COLUMNS),
     "mesh, zero=1": ("mesh(model=2, zero=1, {})", 2, COLUMNS),
     "mesh, zero=3": ("mesh(model=2, zero=3, {})", 2, COLUMNS),
-    "pipeline": ('pipeline(stages=2, microbatches=2, split=["3"], {})', 2, COLUMNS),
-    "pipeline, zero=2": ('pipeline(stages=2, microbatches=2, split=["3"], zero=2, {})', 2, COLUMNS),
+    "pipeline": (f"{STAGES}, {{}})", 2, COLUMNS),
+    "pipeline, zero=3": (
+        f'{STAGES}, zero=3, {{}}, communication="sockets")',
+        1,
+        COLUMNS,
+    ),
+    "pipeline, zero=2": (f"{STAGES}, zero=2, {{}})", 2, COLUMNS),
 }
 QUICK = [("mesh", '"bf16"'), ("zero=2", '"8bit"'), ("zero=3", '"topk:0.03"'), ("copies", '"4bit"')]
 QUICK += [("pipeline", '"powersgd"'), ("process group", '"4bit"'), ("mesh, zero=3", '"powersgd"')]

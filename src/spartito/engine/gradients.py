@@ -84,6 +84,9 @@ class Gradients(ABC):
         """Before a forward pass; ``is_last``: an update follows on its backward pass."""
         self.epoch = epoch
 
+    def gather(self) -> None:  # noqa: B027 - most have them there
+        """Let all parameters show their values until the next update; all replicas call it."""
+
     def rescale(self, loss_divisor: float) -> None:
         """Divide what waits by another loss_divisor, as the next backward pass does."""
         if self.loss_divisor != loss_divisor:

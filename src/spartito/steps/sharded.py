@@ -74,7 +74,8 @@ class Sharded:
         zero: What is kept in shards: 1 the optimizer's state, 2 gradients, 3 parameters too.
         block_bytes: From which size on a module is a block.
         owners: How many tasks have a model between them; None: all replicas.
-        gathers: Whether parameters may be gathered where their replicas share no memory.
+        gathers: Whether modules have their parameters gathered where their replicas share no
+            memory; else who computes with them does (`Gradients.gather`).
         compress: How gradients go from machine to machine.
 
     Raises:
@@ -153,12 +154,6 @@ class Sharded:
         self.members += members
         if joins:
             return
-        is_shared = isinstance(self._team.groups[SHARDS], SharedMemoryCollective)
-        if self.zero == 3 and not (self._gathers or is_shared):
-            raise UserError(
-                f"zero=3 in a {self._team.name} whose data shards share no memory",
-                "Take zero=2, or zero=1: a stage has its parameters at hand.",
-            )
         if self._stage is None:
             self._stage = make_stage(self._team.groups[SHARDS])
         homes = list(self._make_homes(members, self._stage))
@@ -279,7 +274,8 @@ class Sharded:
             self.homes.update({id(parameter): home for parameter in home.parameters})
         self._team.groups.world.barrier()
         give_back_memory()
-        self._hooks += gather_around([home for home in homes if isinstance(home, GatheredHome)])
+        if self._gathers:
+            self._hooks += gather_around([home for home in homes if isinstance(home, GatheredHome)])
         if self.zero == 3:
             own = unwrap(model)  # of a compiled one
             found = (self.homes.get(id(parameter)) for parameter in own.parameters())

@@ -80,6 +80,10 @@ class ShardedGradients(DividedUpdates):
         super().before_forward(is_last, epoch)
         self._is_last = is_last
 
+    def gather(self) -> None:
+        for home in dict.fromkeys(self._homes.values()):
+            home.gather_to_stay()
+
     def begin(self, loss_divisor: float) -> float:
         found = super().begin(loss_divisor)
         if self._is_early and (self._is_last or not self._is_whole):
