@@ -150,7 +150,7 @@ BUILT_IN = {
             recovers=True,
             options=(
                 *("mesh", "layout", "names", "strict", "model", "zero", "block_bytes"),
-                *OF_THE_JOB,
+                *("compress", *OF_THE_JOB),
             ),
         ),
         StrategyInfo(
@@ -158,7 +158,7 @@ BUILT_IN = {
             "spartito.strategies.sharded:ShardedStrategy",
             divides_model=True,
             recovers=True,
-            options=("zero", "copies", "block_bytes", "offload", *OF_THE_JOB),
+            options=("zero", "copies", "block_bytes", "offload", "compress", *OF_THE_JOB),
         ),
         StrategyInfo(
             "pipeline",
@@ -167,7 +167,7 @@ BUILT_IN = {
             recovers=True,
             options=(
                 *("stages", "microbatches", "schedule", "split"),
-                *("mesh", "layout", "names", "strict", "zero", "block_bytes"),
+                *("mesh", "layout", "names", "strict", "zero", "block_bytes", "compress"),
                 *_of_the_job("sync_batchnorm"),
             ),
         ),

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spartito.collectives.collective import Collective, IdentityCollective
+from spartito.engine.codes import Quantized, Rounded, TopK
 from spartito.errors import UserError
-from spartito.outer.delta_exchange import Compressed, Quantized, Rounded, TopK, Whole, choose
+from spartito.outer.delta_exchange import Compressed, Whole, choose
 
 CODES: dict[str, Any] = {
     "bf16": Rounded(),

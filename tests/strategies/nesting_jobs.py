@@ -61,6 +61,27 @@ def trained(
     return {"losses": losses, "weights": found}
 
 
+def fit_by_trainer(text: str) -> dict[str, Any]:
+    """A training with a batch of one row, which evaluates, and goes back to its best weights."""
+    strategy = sp.strategy(text, timeout=20)
+    x, y = blobs(17)
+    trainer = sp.Trainer(
+        network(),
+        optimizer=OPTIMIZERS["adamw"],
+        loss=nn.CrossEntropyLoss(),
+        strategy=strategy,
+    )
+    best = sp.callbacks.EarlyStopping(patience=9, restore_best_weights=True)
+    history = trainer.fit(
+        (x, y), epochs=4, batch_size=8, validation_data=(x[:9], y[:9]), callbacks=[best], verbose=0
+    )
+    found = {name: value.clone() for name, value in strategy.state_dict()["model"].items()}
+    predicted = trainer.predict(x[:3], batch_size=3)
+    strategy.close()
+    logs = {name: history.history[name] for name in ("loss", "val_loss")}
+    return {"weights": found, "logs": logs, "predicted": predicted}
+
+
 def by_torch(
     optimizer: str, epochs: int, groups: int = 1, every: int = 1
 ) -> tuple[list[list[float]], dict[str, Tensor]]:

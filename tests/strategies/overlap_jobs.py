@@ -18,9 +18,9 @@ import spartito as sp
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.rendezvous import Rendezvous
 from spartito.data.batch import Batch
-from spartito.engine.compression import LowRank
+from spartito.engine.gradients import PackedGradients
 from spartito.engine.streamed_gradients import StreamedGradients
-from spartito.steps.all_reduce import AllReduce, compression_of
+from spartito.steps.compressed_sums import learning
 from spartito.steps.parts import Parts
 from spartito.steps.team import Team
 from spartito.steps.topology import Connected, OneShardEach
@@ -49,11 +49,13 @@ class Layered(MultiWorkerMirroredStrategy):
         return replace(super().parts(team), topology=TwoOnEach())
 
 
-def senders(strategy: sp.Strategy) -> tuple[Any, ...]:
-    """What a compression needs to save and load what it keeps."""
-    exchange = strategy.engine.parts.exchange
-    assert isinstance(exchange, AllReduce)
-    return exchange.senders(strategy.engine.team.pairs.only)
+def kept(strategy: sp.Strategy) -> dict[str, Any]:
+    """What a compression has left out so far, on all machines."""
+    pair = strategy.engine.team.pairs.only
+    assert isinstance(pair.gradients, PackedGradients)
+    return pair.gradients.compression.state_dict(
+        learning(pair.model, pair.optimizer), strategy.engine.team.replicas
+    )
 
 
 def make(way: str, **options: Any) -> MultiWorkerMirroredStrategy:
@@ -299,10 +301,7 @@ def left_out(way: str, folder: str) -> list[Tensor]:
     net = Wide()
     strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.05, momentum=0.9))
     strategy.load(Path(folder))
-    found = compression_of(strategy.engine.team.pairs.only)
-    assert isinstance(found, LowRank)
-    state = found.state_dict(*senders(strategy))
-    sums = [errors.sum(0) for errors in state["errors"].values()]
+    sums = [errors.sum(0) for errors in kept(strategy)["errors"].values()]
     strategy.close()
     return sums
 
@@ -323,15 +322,12 @@ def products(way: str) -> tuple[Tensor, Tensor, Tensor]:
         costs = (model(torch.eye(30).double()) * target.T).sum()
         strategy.backward((costs, batch.size), batch)
         strategy.update(optimizer)
-    found = compression_of(strategy.engine.team.pairs.only)
-    assert found is not None
     group = strategy.engine.groups.data
-    state = found.state_dict(*senders(strategy))
-    kept = state["errors"]["weight"].sum(0)
+    left = kept(strategy)["errors"]["weight"].sum(0)
     applied = before - net.weight.detach()
     everyone = group.all_reduce(given)
     strategy.close()
-    return everyone / size, applied, kept
+    return everyone / size, applied, left
 
 
 @warns("compress=")

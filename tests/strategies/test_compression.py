@@ -12,26 +12,33 @@ import spartito as sp
 from tests.replicas import Replicas
 from tests.strategies import overlap_jobs as jobs
 
-WAYS = [("sockets", 3), ("layers", 4)]
-EVERY = [*WAYS, ("ddp", 2)]
+EVERY = [("sockets", 3), ("layers", 4), ("process_group", 2), ("ddp", 2)]
 """ddp: the engine of GPUs, here on gloo."""
+
+KINDS: dict[str, Any] = {
+    "bf16": "bf16",
+    "8bit": "8bit",
+    "4bit": "4bit",
+    "topk": "topk:0.2",
+    "powersgd": sp.PowerSGD(2, 3),
+}
 
 
 @pytest.mark.parametrize(("way", "size"), EVERY)
-@pytest.mark.parametrize("compress", ["bf16", sp.PowerSGD(2, 3)], ids=["bf16", "powersgd"])
+@pytest.mark.parametrize("compress", KINDS.values(), ids=KINDS)
 def test_replicas_stay_equal_and_near_the_exact_training(
     replicas: Replicas, way: str, size: int, compress: Any
 ) -> None:
     exact = replicas(jobs.compressed, size, way, None)[0]
     first, *others = replicas(jobs.compressed, size, way, compress)
-    assert first["early"] > 0 or way == "ddp"
+    assert first["early"] > 0 or way in ("process_group", "ddp")
     for other in others:
         for name, value in first["weights"].items():
             assert torch.equal(other["weights"][name], value), name
     if way != "ddp":  # what DDP sends by itself is not counted
         assert first["sent"] < 0.8 * exact["sent"]
     assert exact["error"] == 0
-    assert 0 < first["error"] < (0.01 if compress == "bf16" else 1)
+    assert 0 < first["error"] < (0.01 if compress == "bf16" else 1.2)
     for name, value in first["weights"].items():
         assert not torch.equal(value, exact["weights"][name])
         torch.testing.assert_close(value, exact["weights"][name], rtol=0.05, atol=0.05)
@@ -92,9 +99,7 @@ def test_what_cannot_be_compressed_is_refused(replicas: Replicas) -> None:
     assert all("with deterministic=True" in text for text in said)
     (text, _) = replicas(jobs.refused, 2, "powersgd", precision="fp16")
     assert "precision='fp16', whose loss scale changes" in text
-    for wrong in ("topk", "powersgd:", "powersgd:0", "powersgd:-1", 4):
+    for wrong in ("topk:2", "powersgd:", "powersgd:0", "powersgd:-1", "bf16:2", 4):
         (text, _) = replicas(jobs.refused, 2, wrong)
         assert str(wrong) in text or "rank=0" in text
-    (text, _) = replicas(jobs.refused, 2, "bf16", "process_group")
-    assert "a process group sends gradients as they are" in text
     assert replicas(jobs.refused, 2, "bf16", "auto") == ["", ""]  # one machine: said, and left out

@@ -84,6 +84,8 @@ class Collective(ABC):
     """Seconds that a wait for another task may take, unless that moves."""
     waiting: Waiting
     """Says for whom this task waits."""
+    is_leader: bool = True
+    """Whether this task sends what its machine has summed."""
     moved: Callable[[], None] = staticmethod(_nothing)
     """Is called whenever something came or went in a call that takes long."""
 
@@ -181,10 +183,12 @@ class Collective(ABC):
         """
         with self.current_call.call(encode("new reducer", numel, dtype)):
             made = self._reducer(numel, dtype, device)
+        return _Announced(made, self.current_call, self.tag_of_sum(numel, dtype))
+
+    def tag_of_sum(self, numel: int, dtype: torch.dtype | None) -> int:
+        """The tag of one more sum that is repeated; all tasks ask for it in the same order."""
         self._reducers += 1
-        return _Announced(
-            made, self.current_call, encode("reduce", numel, dtype, self._reducers - 1)
-        )
+        return encode("reduce", numel, dtype, self._reducers - 1)
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor) -> Tensor: ...
@@ -246,6 +250,17 @@ class Collective(ABC):
             What sums them over the group, in place.
         """
         return lambda: self.reduce_all(*tensors)
+
+    def gathering(self, tensor: Tensor) -> Callable[[], list[Tensor]]:
+        """Make an `all_gather` that is repeated.
+
+        Args:
+            tensor: One block of memory; filled anew before each call.
+
+        Returns:
+            What collects it from every task, in the order of the ranks.
+        """
+        return lambda: self.all_gather(tensor)
 
     def interrupt(self) -> None:
         """End a call that another thread of this process is in: it raises, and so do the others."""

@@ -5,69 +5,16 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from spartito.collectives.calls import CurrentCall, encode
+from spartito.collectives.calls import CurrentCall
 from spartito.collectives.collective import Collective
-from spartito.collectives.hierarchical import HierarchicalCollective
+from spartito.collectives.standing_sum import StandingSum, Summing, Work, exact, standing_sum
 from spartito.errors import UserError
 from spartito.heartbeat import resume, waits
 
-Work = Callable[[], None]
-Summing = Callable[[Collective, Tensor], Work]
-"""Makes what sums a flat tensor over a group, in place, as often as it is called."""
-
 _PATIENCE = 5.0  # seconds that `Lane.close` waits for its thread
-
-
-def exact(group: Collective, flat: Tensor) -> Work:
-    """The sum as it is."""
-    return group.summing(flat)
-
-
-class StandingSum(Protocol):
-    """A sum of one flat tensor that is repeated: fill ``input``, `run`, read ``output``."""
-
-    input: Tensor
-    output: Tensor
-
-    def run(self) -> None:
-        """Sum over the group; ``output`` is this task's own memory."""
-        ...
-
-
-class _FlatSum:
-    """The sum over tasks of which each is a machine of its own."""
-
-    def __init__(self, group: Collective, numel: int, dtype: torch.dtype, summing: Summing) -> None:
-        self.input = self.output = torch.zeros(numel, dtype=dtype)
-        self.run = summing(group, self.output)
-
-
-class _LayeredSum:
-    """The sum inside a machine, which its leader then adds up with those of the others."""
-
-    def __init__(
-        self, group: HierarchicalCollective, numel: int, dtype: torch.dtype, summing: Summing
-    ) -> None:
-        self._group = group
-        self._inside = group.within(lambda: group.inside.reducer(numel, dtype, torch.device("cpu")))
-        self.input = self._inside.input
-        self.output = torch.empty(numel, dtype=dtype)
-        self._between = summing(group.between, self._inside.output) if group.is_leader else _nothing
-
-    def run(self) -> None:
-        self._group.within(lambda: self._inside.reduce((0.0,), 1.0))
-        self._group.across(self._between)
-        self.output.copy_(self._inside.output)
-
-
-def _nothing() -> None:
-    """The leader does it."""
 
 
 class Lane:
@@ -82,7 +29,7 @@ class Lane:
 
     def __init__(self, group: Collective) -> None:
         self.group = group
-        self._sums = self._begun = self._ended = 0
+        self._begun = self._ended = 0
         self._waited, self._counted = 0.0, (0, 0)  # bytes that are in another group's traffic
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -90,29 +37,9 @@ class Lane:
         self.is_open = True
         group.follow(CurrentCall())  # not that of the calls that the main thread makes
 
-    @property
-    def is_leader(self) -> bool:
-        """Whether this task sends what its machine has summed."""
-        return not isinstance(self.group, HierarchicalCollective) or self.group.is_leader
-
     def standing_sum(self, numel: int, dtype: torch.dtype, summing: Summing = exact) -> StandingSum:
-        """Make a sum that `begin` can run; all tasks call this together, with nothing under way."""
-        group = self.group
-        call = group.current_call
-        with call.call(encode("new reducer", numel, dtype, self._sums)):
-            if isinstance(group, HierarchicalCollective):
-                made: StandingSum = _LayeredSum(group, numel, dtype, summing)
-            else:
-                made = _FlatSum(group, numel, dtype, summing)
-        tag, run = encode("reduce", numel, dtype, self._sums), made.run
-
-        def announced() -> None:
-            with call.call(tag):
-                run()
-
-        made.run = announced  # type: ignore[method-assign]
-        self._sums += 1
-        return made
+        """As `spartito.collectives.standing_sum.standing_sum`: one that `begin` can run."""
+        return standing_sum(self.group, numel, dtype, summing)
 
     def begin(self, work: Work) -> int:
         """Let the thread do ``work`` once all before is done; returns its number."""

@@ -279,6 +279,18 @@ class ProcessGroupCollective(Collective):
 
         return run
 
+    def gathering(self, tensor: Tensor) -> Callable[[], list[Tensor]]:
+        """As `Collective.gathering`, once all have met."""
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+
+        def run() -> list[Tensor]:
+            self.traffic.moved(tensor.nbytes)
+            with self._named():
+                dist.all_gather(parts, tensor, self.process_group)
+            return parts
+
+        return run
+
     def _sum_halves(self, tensor: Tensor) -> None:
         """Each rank adds up a slice, in rank order, and rounds once."""
         self.traffic.moved(tensor.nbytes)

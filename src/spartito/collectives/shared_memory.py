@@ -195,8 +195,7 @@ class SharedMemoryCollective(Collective):
 
     def slices(self, size: int, numel: int, dtype: torch.dtype | None) -> Slices:
         """Memory for a row of ``size`` bytes that is reduced slice by slice, as `reducer`."""
-        self._reducers += 1
-        return Slices(self, size, encode("reduce", numel, dtype, self._reducers - 1))
+        return Slices(self, size, self.tag_of_sum(numel, dtype))
 
     def close(self) -> None:
         self._lives.close()

@@ -1,27 +1,39 @@
-"""How gradients are sent over a thin line: whole, in bf16, or as products of thin matrices."""
+"""How gradients go over a thin line: whole, in fewer bits, or as products of thin matrices."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from spartito.collectives.collective import Collective
-from spartito.collectives.lane import Work
+from spartito.collectives.collective import Collective, Piggybacked
+from spartito.collectives.standing_sum import Work, standing_sum
+from spartito.engine import codes
+from spartito.engine.codes import Code, Quantized, TopK
 from spartito.errors import UserError
 
 FEWER = 2
 """A matrix is sent as a product where that takes so many times fewer numbers."""
 
+BLOCK = 256
+"""How many numbers of a gradient are coded together: few are lost where parameters end."""
+
 _EXACT_AT_MOST = 1000  # updates at the start, where nothing says how many
 _SAMPLED = 16  # updates, of which one is looked at for its error
 _FLOATS = (torch.float32, torch.float64)
-_WAYS = "Choose 'bf16', 'powersgd', 'powersgd:RANK', or spartito.PowerSGD(...)."
+_CODES: dict[str, Code] = {
+    "bf16": codes.Rounded(), "8bit": Quantized(8), "4bit": Quantized(4), "topk": TopK(),
+}  # fmt: skip
+_WAYS = (
+    "Choose 'bf16', '8bit', '4bit', 'topk', 'topk:FRACTION' (as 'topk:0.01'), 'powersgd', "
+    "'powersgd:RANK', or spartito.PowerSGD(...)."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +66,34 @@ class PowerSGD:
 Compress = str | PowerSGD | None
 """What a strategy's ``compress`` may be."""
 
+Way = Code | PowerSGD | None
+"""What it stands for; None: numbers are sent as they are."""
 
-def choose(compress: Compress) -> Compress:
-    """``compress`` as None, "bf16" or `PowerSGD`; `UserError` for anything else."""
-    if compress is None or compress == "bf16" or isinstance(compress, PowerSGD):
+
+def choose(compress: Compress) -> Way:
+    """What ``compress`` stands for.
+
+    Args:
+        compress: "bf16", "8bit", "4bit", "topk", "topk:FRACTION", "powersgd", "powersgd:RANK", a
+            `PowerSGD` or None.
+
+    Raises:
+        UserError: It is something else.
+    """
+    if compress is None or isinstance(compress, PowerSGD):
         return compress
-    name, colon, rank = str(compress).partition(":")
-    if name != "powersgd" or (colon and not rank.isdecimal()):
+    name, colon, text = str(compress).partition(":")
+    if not colon and name in _CODES:
+        return _CODES[name]
+    if name == "powersgd" and (not colon or text.isdecimal()):
+        return PowerSGD(int(text)) if colon else PowerSGD()
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = 0.0
+    if name != "topk" or not 0 < fraction <= 1:
         raise UserError(f"compress={compress!r}", _WAYS)
-    return PowerSGD(int(rank)) if colon else PowerSGD()
+    return TopK(fraction)
 
 
 class Compression(ABC):
@@ -90,15 +121,12 @@ class Compression(ABC):
         """Take note that an update was made of the last sums."""
         self.updates += 1
 
-    def state_dict(
-        self, named: Mapping[str, nn.Parameter], group: Collective, is_leader: bool
-    ) -> dict[str, Any]:
+    def state_dict(self, named: Mapping[str, nn.Parameter], group: Collective) -> dict[str, Any]:
         """What is kept between updates, of all tasks of ``group``, which all call this.
 
         Args:
-            named: The model's parameters under the user's names.
-            group: The tasks.
-            is_leader: Whether this one sends what its machine has summed.
+            named: The parameters that learn under the user's names.
+            group: The tasks; leaders among them send what their machine has summed.
 
         Returns:
             The same on all tasks; nothing where nothing is kept.
@@ -106,11 +134,7 @@ class Compression(ABC):
         return {}
 
     def load_state_dict(  # noqa: B027 - few keep something
-        self,
-        state: Mapping[str, Any],
-        named: Mapping[str, nn.Parameter],
-        group: Collective,
-        is_leader: bool,
+        self, state: Mapping[str, Any], named: Mapping[str, nn.Parameter], group: Collective
     ) -> None:
         """Take back what `state_dict` returned, under any number of machines.
 
@@ -118,7 +142,6 @@ class Compression(ABC):
             state: What it was; nothing where the checkpoint has none.
             named: As there.
             group: As there.
-            is_leader: As there.
         """
 
     @property
@@ -164,17 +187,23 @@ class Rounded(Compression):
 
 
 class _Memory:
-    """What is kept of one matrix from step to step: the error and the right factor.
+    """What is kept of one parameter from step to step: the error, and perhaps the right factor.
 
     Of each there are two, in turn, so that a step can be undone.
     """
 
     def __init__(self, parameter: nn.Parameter, rank: int) -> None:
-        rows = parameter.shape[0]
-        columns = parameter.numel() // rows
-        self.errors = [parameter.new_empty(rows, columns) for _ in range(2)]
-        self.rights = [parameter.new_empty(columns, rank) for _ in range(2)]
+        shape, device = parameter.shape, parameter.device
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        self.errors = [torch.empty(shape, dtype=dtype, device=device) for _ in range(2)]
+        columns = parameter.numel() // max(1, shape[0]) if rank else 0
+        self.rights = [torch.empty(columns, rank, dtype=dtype, device=device) for _ in range(2)]
         self.begin()
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """The errors as matrices."""
+        return [error.view(error.shape[0], -1) for error in self.errors]
 
     def begin(self) -> None:
         """Nothing was left out yet; the right factor is the same on all."""
@@ -190,66 +219,28 @@ class _Memory:
         self.rights.reverse()
 
 
-class LowRank(Compression):
-    """As `PowerSGD` says."""
+class Feedback(Compression):
+    """What a step leaves out is kept for each parameter, and added to what the next one sends.
 
-    def __init__(self, chosen: PowerSGD) -> None:
+    Seide et al. 2014, Karimireddy et al. 2019.
+    """
+
+    rank = 0
+    """The columns of the factors that are kept beside; 0: none are."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self._chosen = chosen
         self._memories: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._flipped: list[_Memory] = []
+
+    @abstractmethod
+    def keeps(self, parameter: nn.Parameter) -> bool:
+        """Whether something of a parameter's gradient is left out."""
 
     @property
     def is_exact(self) -> bool:
         """Whether gradients are sent as they are, still."""
-        steps = self._chosen.exact_steps
-        if steps is None:
-            return self.epoch == 0 and self.updates < _EXACT_AT_MOST
-        return self.updates < steps
-
-    def summing(self, parameters: Sequence[nn.Parameter], group: Collective, flat: Tensor) -> Work:
-        whole = group.summing(flat)
-        sizes = [parameter.numel() for parameter in parameters]
-        pairs = list(zip(parameters, flat.split(sizes), strict=True))
-        thin = [(p, part.view(p.shape[0], -1)) for p, part in pairs if self._is_thin(p)]
-        if not thin:
-            return whole
-        memories = [self._memory(parameter) for parameter, _ in thin]
-        matrices = [matrix for _, matrix in thin]
-        others = [part for parameter, part in pairs if not self._is_thin(parameter)]
-        beside = flat.new_empty(sum(map(len, others)))
-        besides = beside.split([len(part) for part in others])
-        lefts_flat, lefts = _stacked([len(matrix) for matrix in matrices], self._chosen.rank, flat)
-        rights_flat, rights = _stacked([m.shape[1] for m in matrices], self._chosen.rank, flat)
-        add_lefts = group.summing(lefts_flat, *([beside] if others else []))
-        add_rights = group.summing(rights_flat)
-
-        def run() -> None:
-            if self.is_exact:
-                whole()
-                return
-            for matrix, memory, left in zip(matrices, memories, lefts, strict=True):
-                torch.add(matrix, memory.errors[0], out=memory.errors[1])
-                torch.mm(memory.errors[1], memory.rights[0], out=left)
-            torch._foreach_copy_(besides, others) if others else None
-            if self._is_sampled:
-                self._sent += _square([memory.errors[1] for memory in memories])
-            add_lefts()
-            for memory, left, right in zip(memories, lefts, rights, strict=True):
-                left.copy_(torch.linalg.qr(left)[0])
-                torch.mm(memory.errors[1].T, left, out=right)
-                memory.errors[1].addmm_(left, right.T, alpha=-1)
-            if self._is_sampled:
-                self._lost += _square([memory.errors[1] for memory in memories])
-            add_rights()
-            for matrix, memory, left, right in zip(matrices, memories, lefts, rights, strict=True):
-                torch.mm(left, right.T, out=matrix)
-                memory.rights[1].copy_(right)
-                memory.flip()
-                self._flipped.append(memory)
-            torch._foreach_copy_(others, besides) if others else None
-
-        return run
+        return False
 
     def undo(self) -> None:
         for memory in self._flipped:
@@ -260,59 +251,184 @@ class LowRank(Compression):
         super().updated()
         self._flipped.clear()
 
-    def _is_thin(self, parameter: nn.Parameter) -> bool:
-        """Whether the gradient is sent as a product."""
-        if parameter.dim() < 2 or parameter.dtype not in _FLOATS or not parameter.numel():
-            return False
-        rows, columns = parameter.shape[0], parameter.numel() // parameter.shape[0]
-        return FEWER * self._chosen.rank * (rows + columns) <= rows * columns
+    def _flip(self, memories: Sequence[_Memory]) -> None:
+        """What was computed is what is kept from now on."""
+        for memory in memories:
+            memory.flip()
+        self._flipped += memories
 
     def _memory(self, parameter: nn.Parameter) -> _Memory:
         if parameter not in self._memories:
-            self._memories[parameter] = _Memory(parameter, self._chosen.rank)
+            self._memories[parameter] = _Memory(parameter, self.rank)
         found: _Memory = self._memories[parameter]
         return found
 
-    def state_dict(
-        self, named: Mapping[str, nn.Parameter], group: Collective, is_leader: bool
-    ) -> dict[str, Any]:
-        leaders = _leaders(group, is_leader)
-        errors, rights = {}, {}
+    def state_dict(self, named: Mapping[str, nn.Parameter], group: Collective) -> dict[str, Any]:
+        leaders = _leaders(group)
+        errors, factors = {}, {}
         for name, parameter in named.items() if not self.is_exact else ():
-            if self._is_thin(parameter):
-                memory = self._memory(parameter)
-                everyone = group.all_gather(memory.errors[0])
-                errors[name] = torch.stack([everyone[rank] for rank in leaders])
-                rights[name] = group.broadcast(memory.rights[0].clone())
-        return {"updates": self.updates, "errors": errors, "factors": rights}
+            if not self.keeps(parameter):
+                continue
+            memory = self._memories.get(parameter) or _Memory(parameter, self.rank)
+            everyone = group.all_gather(memory.errors[0])
+            errors[name] = torch.stack([everyone[rank] for rank in leaders])
+            if self.rank:
+                factors[name] = group.broadcast(memory.rights[0].clone())
+        return {"updates": self.updates, "errors": errors, "factors": factors}
 
     def load_state_dict(
-        self,
-        state: Mapping[str, Any],
-        named: Mapping[str, nn.Parameter],
-        group: Collective,
-        is_leader: bool,
+        self, state: Mapping[str, Any], named: Mapping[str, nn.Parameter], group: Collective
     ) -> None:
-        leaders = _leaders(group, is_leader)
+        leaders = _leaders(group)
         for begun in self._memories.values():
             begun.begin()  # what another training has left out is none of this one's
         self.updates = state.get("updates", 0)
         for name, errors in state.get("errors", {}).items():
-            parameter = named[name]
-            if not self._is_thin(parameter):
+            parameter = named.get(name)
+            if parameter is None or errors.shape[1:] != parameter.shape:
+                continue  # it was cut otherwise
+            if not (group.is_leader and self.keeps(parameter)):
                 continue
-            memory, right = self._memory(parameter), state["factors"][name]
+            memory, right = self._memory(parameter), state["factors"].get(name)
             own = errors.sum(0) / len(leaders)  # what all have left out is what counts
-            if len(errors) == len(leaders) and is_leader:
+            if len(errors) == len(leaders):
                 own = errors[leaders.index(group.rank)]
             memory.errors[0].copy_(own)
-            if right.shape == memory.rights[0].shape:
+            if right is not None and right.shape == memory.rights[0].shape:
                 memory.rights[0].copy_(right)
 
 
-def _leaders(group: Collective, is_leader: bool) -> list[int]:
+class Coded(Feedback):
+    """In a code of fewer bits; each gets what all have sent, and adds it up.
+
+    Blocks of the code lie inside of parameters: those that several tasks of one model have come
+    out equal on all, whatever else is sent with them.
+
+    Args:
+        code: The code.
+    """
+
+    def __init__(self, code: Code) -> None:
+        super().__init__()
+        self._code = code
+
+    def keeps(self, parameter: nn.Parameter) -> bool:
+        return parameter.is_floating_point()
+
+    def summing(self, parameters: Sequence[nn.Parameter], group: Collective, flat: Tensor) -> Work:
+        if not flat.is_floating_point() or not flat.numel():
+            return group.summing(flat)
+        memories, code = [self._memory(parameter) for parameter in parameters], self._code
+        sizes = [parameter.numel() for parameter in parameters]
+        spaces = [-(-size // code.block) * code.block for size in sizes]
+        wanted = flat.new_zeros(sum(spaces), dtype=memories[0].errors[0].dtype)
+        total = torch.empty_like(wanted)
+
+        def parts(of: Tensor) -> list[Tensor]:
+            found = zip(of.split(spaces), sizes, strict=True)
+            return [space[:size] for space, size in found]
+
+        given, errors, sums = flat.split(sizes), parts(wanted), parts(total)
+        packed = code.pack(wanted.float())
+        gather = group.gathering(packed)
+
+        def run() -> None:
+            wanted.zero_()  # between parameters too, where a sum that is not finite has left NaN
+            torch._foreach_copy_(errors, given)
+            torch._foreach_add_(errors, [memory.errors[0].view(-1) for memory in memories])
+            if self._is_sampled:
+                self._sent += _square([wanted])
+            packed.copy_(code.pack(wanted.float()))
+            total.zero_()
+            for rank, came in enumerate(gather()):
+                sent = code.unpack(came, len(wanted)).to(wanted.dtype)
+                total.add_(sent)
+                if rank == group.rank:
+                    wanted.sub_(sent)
+            if self._is_sampled:
+                self._lost += _square([wanted])
+            torch._foreach_copy_([memory.errors[1].view(-1) for memory in memories], errors)
+            self._flip(memories)
+            torch._foreach_copy_(given, sums)
+
+        return run
+
+
+class LowRank(Feedback):
+    """As `PowerSGD` says.
+
+    Args:
+        chosen: The rank, and for how many updates gradients are sent as they are.
+    """
+
+    def __init__(self, chosen: PowerSGD) -> None:
+        super().__init__()
+        self._chosen, self.rank = chosen, chosen.rank
+
+    @property
+    def is_exact(self) -> bool:
+        steps = self._chosen.exact_steps
+        if steps is None:
+            return self.epoch == 0 and self.updates < _EXACT_AT_MOST
+        return self.updates < steps
+
+    def keeps(self, parameter: nn.Parameter) -> bool:
+        """Whether the gradient is sent as a product."""
+        if parameter.dim() < 2 or parameter.dtype not in _FLOATS or not parameter.numel():
+            return False
+        rows, columns = parameter.shape[0], parameter.numel() // parameter.shape[0]
+        return FEWER * self.rank * (rows + columns) <= rows * columns
+
+    def summing(self, parameters: Sequence[nn.Parameter], group: Collective, flat: Tensor) -> Work:
+        whole = group.summing(flat)
+        sizes = [parameter.numel() for parameter in parameters]
+        pairs = list(zip(parameters, flat.split(sizes), strict=True))
+        thin = [(p, part.view(p.shape[0], -1)) for p, part in pairs if self.keeps(p)]
+        if not thin:
+            return whole
+        memories = [self._memory(parameter) for parameter, _ in thin]
+        matrices = [matrix for _, matrix in thin]
+        others = [part for parameter, part in pairs if not self.keeps(parameter)]
+        beside = flat.new_empty(sum(map(len, others)))
+        besides = beside.split([len(part) for part in others])
+        lefts_flat, lefts = _stacked([len(matrix) for matrix in matrices], self.rank, flat)
+        rights_flat, rights = _stacked([m.shape[1] for m in matrices], self.rank, flat)
+        add_lefts = group.summing(lefts_flat, *([beside] if others else []))
+        add_rights = group.summing(rights_flat)
+
+        def run() -> None:
+            if self.is_exact:
+                whole()
+                return
+            errors = []
+            for matrix, memory, left in zip(matrices, memories, lefts, strict=True):
+                before, error = memory.matrices
+                torch.add(matrix, before, out=error)
+                torch.mm(error, memory.rights[0], out=left)
+                errors.append(error)
+            torch._foreach_copy_(besides, others) if others else None
+            if self._is_sampled:
+                self._sent += _square(errors)
+            add_lefts()
+            for error, left, right in zip(errors, lefts, rights, strict=True):
+                left.copy_(torch.linalg.qr(left)[0])
+                torch.mm(error.T, left, out=right)
+                error.addmm_(left, right.T, alpha=-1)
+            if self._is_sampled:
+                self._lost += _square(errors)
+            add_rights()
+            for matrix, memory, left, right in zip(matrices, memories, lefts, rights, strict=True):
+                torch.mm(left, right.T, out=matrix)
+                memory.rights[1].copy_(right)
+            self._flip(memories)
+            torch._foreach_copy_(others, besides) if others else None
+
+        return run
+
+
+def _leaders(group: Collective) -> list[int]:
     """The ranks that send what their machine has summed."""
-    flags = group.all_gather(torch.tensor([is_leader]))
+    flags = group.all_gather(torch.tensor([group.is_leader]))
     return [rank for rank, flag in enumerate(flags) if flag]
 
 
@@ -323,8 +439,64 @@ def _stacked(heights: Sequence[int], width: int, like: Tensor) -> tuple[Tensor, 
     return flat, [part.view(-1, width) for part in parts]
 
 
-def make_compression(compress: Compress) -> Compression:
-    """The state of what `choose` returned, for one optimizer."""
-    if compress is None:
-        return Whole()
-    return LowRank(compress) if isinstance(compress, PowerSGD) else Rounded()
+def make_compression(way: Way) -> Compression:
+    """The state of what `choose` returned, for one optimizer.
+
+    Args:
+        way: It.
+    """
+    if isinstance(way, PowerSGD):
+        return LowRank(way)
+    if way is None or isinstance(way, codes.Rounded):
+        return Whole() if way is None else Rounded()
+    return Coded(TopK(way.fraction, BLOCK) if isinstance(way, TopK) else way)
+
+
+class CompressedSum:
+    """The sum of gradients that leave a machine compressed: fill ``input``, `run`.
+
+    Args:
+        parameters: Whose gradients.
+        group: The tasks; all make it together.
+        compression: How they are sent.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: Collective, compression: Compression
+    ) -> None:
+        first, numel = parameters[0], sum(parameter.numel() for parameter in parameters)
+        summing = partial(compression.summing, parameters)
+        self._sum = standing_sum(group, numel, first.dtype, summing, first.device)
+        self._group, self.input, self.output = group, self._sum.input, self._sum.output
+
+    def run(self, exactly: bool = False) -> Tensor:
+        """Sum ``input`` over the group; all call it.
+
+        Args:
+            exactly: Whether it is sent as it is, and what was left out before stays so.
+
+        Returns:
+            The sum.
+        """
+        if exactly:
+            return self._group.all_reduce(self.input)
+        self._sum.run()
+        return self.output
+
+
+class CompressedReducer(CompressedSum):
+    """As `Reducer`: such a sum with piggybacked scalars at its side."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: Collective, compression: Compression
+    ) -> None:
+        super().__init__(parameters, group, compression)
+        self._scalars = group.reducer(0, torch.float64, torch.device("cpu"))
+
+    def reduce(self, piggybacked: Piggybacked, loss_divisor: float) -> Piggybacked:
+        """As `Reducer.reduce`."""
+        total = self._scalars.reduce(piggybacked, loss_divisor)
+        self.run()
+        if total[0] and total[0] != loss_divisor:
+            self.output.mul_(loss_divisor / total[0])
+        return total

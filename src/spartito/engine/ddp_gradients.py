@@ -7,7 +7,7 @@ The first update is made without it, and shows whether all parameters get a grad
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from operator import add
 from typing import Any, cast
@@ -20,9 +20,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from spartito.collectives.calls import encode
-from spartito.collectives.collective import Piggybacked, Reducer, add_piggybacked
-from spartito.collectives.lane import Work
+from spartito.collectives.collective import Piggybacked, add_piggybacked
 from spartito.collectives.process_group import ProcessGroupCollective, Scalars
 from spartito.engine.compression import Compression, Whole
 from spartito.engine.gradient_edits import rewriting
@@ -50,10 +48,6 @@ class _Summing:
         self._compression, self._group = compression, group
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def of(self, parameters: Sequence[nn.Parameter], flat: Tensor) -> Work:
-        """What replaces ``flat``, the gradients of ``parameters``, by their sum."""
-        return self._compression.summing(parameters, self._group, flat)
-
     def begin(self, bucket: GradBucket) -> Future[Tensor]:
         """The mean, which DDP's backward passes want of each bucket that is complete."""
         flat = bucket.buffer()
@@ -71,32 +65,9 @@ class _Summing:
         return done
 
     def _average(self, bucket: GradBucket, done: Future[Tensor]) -> None:
-        self.of(cast(list[nn.Parameter], bucket.parameters()), bucket.buffer())()
+        learn = cast(list[nn.Parameter], bucket.parameters())
+        self._compression.summing(learn, self._group, bucket.buffer())()
         done.set_result(bucket.buffer().div_(self._group.world_size))
-
-
-class _SummingReducer:
-    """The sum of gradients that DDP is not in charge of, sent as it would send them."""
-
-    def __init__(
-        self,
-        summing: _Summing,
-        parameters: Sequence[nn.Parameter],
-        group: ProcessGroupCollective,
-    ) -> None:
-        first, numel = parameters[0], sum(parameter.numel() for parameter in parameters)
-        self.input = self.output = first.new_zeros(numel)
-        self._add, self._group = summing.of(parameters, self.input), group
-        self._tag = encode("reduce", numel, first.dtype)
-
-    def reduce(self, piggybacked: Piggybacked, loss_divisor: float) -> Piggybacked:
-        """As `Reducer.reduce`."""
-        with self._group.current_call.call(self._tag):
-            total = self._group.synchronize(piggybacked)
-        self._add()
-        if total[0] and total[0] != loss_divisor:
-            self.output.mul_(loss_divisor / total[0])
-        return total
 
 
 class Overlapped(Wrapper):
@@ -219,15 +190,14 @@ class OverlappedGradients(PackedGradients):
         compression: Compression | None = None,
     ) -> None:
         self._model, self._finds_unused = model, finds_unused
-        self.compression = compression or Whole()
-        if not isinstance(self.compression, Whole):
-            model.summing = _Summing(self.compression, collective)
+        if compression is not None and not isinstance(compression, Whole):
+            model.summing = _Summing(compression, collective)
         model.follow, model.optimizer = WeakMethod(self._follow), ref(optimizer)
         self.shares = False
         """Whether other optimizers have some of these parameters."""
         self._is_measured = self._gave_up = False
         self._earlier: Scalars | None = None
-        super().__init__(optimizer, collective)
+        super().__init__(optimizer, collective, compression=compression)
 
     def begin(self, loss_divisor: float) -> float:
         """As `Gradients.begin`; backward begins once all replicas are about to."""
@@ -238,7 +208,7 @@ class OverlappedGradients(PackedGradients):
 
     def before_forward(self, is_last: bool, epoch: int) -> None:
         """As `Gradients.before_forward`; batches that only accumulate exchange nothing."""
-        self.compression.epoch = epoch
+        super().before_forward(is_last, epoch)
         self._model.synchronizes = is_last
 
     def give_up_overlap(self) -> None:
@@ -269,12 +239,6 @@ class OverlappedGradients(PackedGradients):
         self._is_measured = False
         super()._plan()
 
-    def _reducer(self, parameters: list[nn.Parameter]) -> Reducer:
-        """Updates without DDP send gradients in the same way."""
-        if (summing := self._model.summing) is not None:
-            return _SummingReducer(summing, parameters, self._collective)
-        return super()._reducer(parameters)
-
     def discarding(self) -> AbstractContextManager[None]:
         """The others' gradients may come by this pass too."""
         return nullcontext() if self._model.averaged else super().discarding()
@@ -286,7 +250,6 @@ class OverlappedGradients(PackedGradients):
                 super()._plan()
             weight, loss, others = super().reduce(piggybacked)
             self._is_measured = True
-            self._updated()
             return weight, loss, tuple(map(add, others, self._others(None, len(others))))
         self._model.check_complete()
         mine = float(self._collective.rank == 0) if self.normalized else self.weight
@@ -294,12 +257,7 @@ class OverlappedGradients(PackedGradients):
         _, weight, loss, *_ = came.sums
         world = self._collective.world_size
         scale_gradients(self.parameters, quotient(self.loss_divisor * world, weight))
-        self._updated()
         return weight, loss, self._others(came, len(piggybacked))
-
-    def _updated(self) -> None:
-        self.compression.updated()
-        self._collective.traffic.compression_error = self.compression.error
 
     def _others(self, came: Scalars | None, count: int) -> Piggybacked:
         """The sums of the piggybacked scalars of the exchange before: so nobody waits for this one.
@@ -319,7 +277,6 @@ class OverlappedGradients(PackedGradients):
     def clear(self) -> None:
         """As `Gradients.clear`; then DDP takes over, with what the first update has shown."""
         super().clear()
-        self.compression.undo()  # what was sent for no update
         self._model.averaged = False
         if not self._is_measured or self._gave_up:
             return

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from spartito.collectives.calls import encode
 from spartito.collectives.collective import Collective, Piggybacked
 from spartito.collectives.shared_memory import LINE, SharedMemoryCollective
+from spartito.engine.compression import Compression
 from spartito.engine.gradients import Number, PackedGradients
 
 ELEMENTWISE = {
@@ -88,13 +89,14 @@ class DividedUpdates(PackedGradients):
         collective: Collective,
         owners: Collective | None = None,
         learned: Sequence[nn.Parameter] = (),
+        compression: Compression | None = None,
     ) -> None:
         self.spans: dict[int, list[Span]] = {}
         """Who of ``owners`` updates what, by the ids of the parameters; what is given out stays."""
         self._owners = collective if owners is None else owners
         self._parts: dict[int, Owned] = {}
         self._state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-        super().__init__(optimizer, collective, learned)
+        super().__init__(optimizer, collective, learned, compression)
 
     def update(self, step: Callable[[], None]) -> None:
         """Call ``step`` while the optimizer has this replica's elements, and nothing else."""

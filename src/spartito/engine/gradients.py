@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito.collectives.collective import Collective, Piggybacked, Reducer
+from spartito.engine.compression import CompressedReducer, Compression, Whole
 from spartito.engine.fused_update import is_bare
 from spartito.engine.optimizers import optimizer_parameters
 from spartito.errors import UserError
@@ -55,6 +56,8 @@ class Gradients(ABC):
         self.loss_divisor = 0.0
         self.weight: Number = 0.0
         self.loss: Number = 0.0
+        self.epoch = 0
+        """That of the batch that is computed."""
         self.backward_calls = 0
         """Backward passes of a loop of the user's own since the last update, on all replicas."""
         self.normalized = False
@@ -77,10 +80,12 @@ class Gradients(ABC):
         self.loss_divisor = self.loss_divisor or loss_divisor
         return self.loss_divisor
 
-    def before_forward(  # noqa: B027 - few have something to do
-        self, is_last: bool, epoch: int
-    ) -> None:
+    def before_forward(self, is_last: bool, epoch: int) -> None:
         """Before a forward pass; ``is_last``: an update follows on its backward pass."""
+        self.epoch = epoch
+
+    def gather(self) -> None:  # noqa: B027 - most have them there
+        """Let all parameters show their values until the next update; all replicas call it."""
 
     def rescale(self, loss_divisor: float) -> None:
         """Divide what waits by another loss_divisor, as the next backward pass does."""
@@ -285,13 +290,18 @@ class PackedGradients(Gradients):
     """Several replicas: packed into one flat tensor per dtype, reduced, and seen through views.
 
     An optimizer that may write into ``.grad``, as all but torch's fused ones and all with hooks,
-    gets copies.
+    gets copies. ``compression``: how they are sent; None: as they are.
     """
 
     def __init__(
-        self, optimizer: Optimizer, collective: Collective, learned: Sequence[nn.Parameter] = ()
+        self,
+        optimizer: Optimizer,
+        collective: Collective,
+        learned: Sequence[nn.Parameter] = (),
+        compression: Compression | None = None,
     ) -> None:
         self._collective = collective
+        self.compression = compression or Whole()
         self.absent = 0.0
         """Parameters without a gradient in the last update, counted over the replicas."""
         super().__init__(optimizer, learned)
@@ -310,8 +320,37 @@ class PackedGradients(Gradients):
         return _Pack(parameters, self._reducer(parameters), self._optimizer)
 
     def _reducer(self, parameters: list[nn.Parameter]) -> Reducer:
+        if not isinstance(self.compression, Whole):
+            return CompressedReducer(parameters, self._collective, self.compression)
         first, numel = parameters[0], sum(parameter.numel() for parameter in parameters)
         return self._collective.reducer(numel, first.dtype, first.device)
+
+    def before_forward(self, is_last: bool, epoch: int) -> None:
+        """As `Gradients.before_forward`."""
+        self.epoch = self.compression.epoch = epoch
+
+    def go_on(self, before: Gradients) -> None:
+        """As `Gradients.go_on`."""
+        super().go_on(before)
+        self.compression.epoch = before.epoch
+
+    def update(self, step: Callable[[], None]) -> None:
+        """As `Gradients.update`; from now on what was left out is left out."""
+        super().update(step)
+        self._updated()
+
+    def _updated(self) -> None:
+        """Take note that an update was made of what came."""
+        self.compression.updated()
+        self._collective.traffic.compression_error = self.compression.error
+
+    def clear(self) -> None:
+        """As `Gradients.clear`; what was sent for no update comes once more."""
+        super().clear()
+        self._unsend()
+
+    def _unsend(self) -> None:
+        self.compression.undo()
 
     def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:
         self.refresh()

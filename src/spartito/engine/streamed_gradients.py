@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from spartito.collectives.collective import Collective, Piggybacked
-from spartito.collectives.lane import Lane, Work
+from spartito.collectives.lane import Lane
+from spartito.collectives.standing_sum import Work
 from spartito.engine.checksum import checksum
 from spartito.engine.compression import Compression
 from spartito.engine.gradients import (
@@ -123,7 +124,7 @@ class StreamedGradients(PackedGradients):
         collective: The group for everything else.
         lane: Sends the buckets.
         alone: Whether no other optimizer's gradients can come in between.
-        compression: How buckets are sent.
+        compression: How buckets are sent; None: as they are.
         bucket_bytes: From so many bytes of gradients on a bucket is sent.
     """
 
@@ -133,11 +134,11 @@ class StreamedGradients(PackedGradients):
         collective: Collective,
         lane: Lane,
         alone: Callable[[], bool],
-        compression: Compression,
+        compression: Compression | None = None,
         bucket_bytes: int = BUCKET,
     ) -> None:
         self._bucket_bytes = bucket_bytes
-        self._lane, self._alone, self.compression = lane, alone, compression
+        self._lane, self._alone = lane, alone
         self._hooks: list[RemovableHandle] = []
         self._buckets: list[_Bucket] = []
         self._next = 0  # the bucket that is sent next
@@ -150,7 +151,7 @@ class StreamedGradients(PackedGradients):
         self.overlapped = 0
         """Buckets that left while backward still ran, so far."""
         self._scalars = collective.reducer(0, torch.float64, torch.device("cpu"))
-        super().__init__(optimizer, collective)
+        super().__init__(optimizer, collective, compression=compression)
 
     def leave(self) -> None:
         """As `Gradients.leave`; backward tells nothing any more."""
@@ -186,7 +187,7 @@ class StreamedGradients(PackedGradients):
 
     def before_forward(self, is_last: bool, epoch: int) -> None:
         """As `Gradients.before_forward`; batches that only accumulate send nothing."""
-        self.compression.epoch = epoch
+        super().before_forward(is_last, epoch)
         self._is_last = is_last
 
     def begin(self, loss_divisor: float) -> float:
@@ -255,7 +256,6 @@ class StreamedGradients(PackedGradients):
         if changes:
             self._again()
         self._lane.count_for(self._collective)
-        self._collective.traffic.compression_error = self.compression.error
         unused = self._unused(packed) if self.absent else frozenset()
         self._give_back(total[0], unused)
         self._learn(bool(changes))
@@ -291,7 +291,6 @@ class StreamedGradients(PackedGradients):
 
     def _learn(self, changed: bool) -> None:
         """Do in the next update what fits the one that is complete."""
-        self.compression.updated()
         self._passes = self.backward_calls
         self._rest = max(0, self._rest - 1)
         if changed:  # the more often, the longer without overlap
@@ -316,6 +315,10 @@ class StreamedGradients(PackedGradients):
     def clear(self) -> None:
         super().clear()
         self._is_dropped = self._may_leave
+
+    def _unsend(self) -> None:
+        if not self._may_leave:  # else some may be under way
+            super()._unsend()
 
 
 def _tell(gradients: ref[StreamedGradients], number: int, _: Tensor) -> None:

@@ -17,6 +17,7 @@ from spartito.collectives.pages import PAGE
 from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.engine import fused_update
 from spartito.engine.checksum import checksum
+from spartito.engine.compression import Compress
 from spartito.engine.divided_update import ELEMENTWISE
 from spartito.engine.gradients import LocalGradients
 from spartito.engine.memory_check import give_back_memory
@@ -33,6 +34,7 @@ from spartito.engine.value_recipes import value_of
 from spartito.errors import TaskLostError, UserError
 from spartito.outer.group_values import Shards, Values
 from spartito.outer.joined_groups import JoinedGroups
+from spartito.steps.compressed_sums import CompressedSums
 from spartito.steps.coordination import compare_values
 from spartito.steps.groups import ALIKE, COPIES, SHARDS
 from spartito.steps.parts import Prepared, Settings, State
@@ -72,7 +74,9 @@ class Sharded:
         zero: What is kept in shards: 1 the optimizer's state, 2 gradients, 3 parameters too.
         block_bytes: From which size on a module is a block.
         owners: How many tasks have a model between them; None: all replicas.
-        gathers: Whether parameters may be gathered where their replicas share no memory.
+        gathers: Whether modules have their parameters gathered where their replicas share no
+            memory; else who computes with them does (`Gradients.gather`).
+        compress: How gradients go from machine to machine.
 
     Raises:
         UserError: For shards that cannot be.
@@ -85,9 +89,10 @@ class Sharded:
         block_bytes: int,
         owners: Callable[[], int] | None = None,
         gathers: bool = True,
+        compress: Compress = None,
     ) -> None:
         check_shards(zero, block_bytes)
-        self._gathers = gathers
+        self._gathers, self._sums = gathers, CompressedSums(team, compress)
         self._team, self.zero, self._block_bytes = team, zero, block_bytes
         self._owners = owners or (lambda: team.own_shard[1])
         self.members: list[Members] = []
@@ -120,6 +125,7 @@ class Sharded:
 
     def check(self, optimizer: object, settings: Settings) -> None:
         """As `Exchange.check`."""
+        self._sums.check(settings)
         if not self.has_shards:
             return
         if settings.precision == "fp16":
@@ -148,12 +154,6 @@ class Sharded:
         self.members += members
         if joins:
             return
-        is_shared = isinstance(self._team.groups[SHARDS], SharedMemoryCollective)
-        if self.zero == 3 and not (self._gathers or is_shared):
-            raise UserError(
-                f"zero=3 in a {self._team.name} whose data shards share no memory",
-                "Take zero=2, or zero=1: a stage has its parameters at hand.",
-            )
         if self._stage is None:
             self._stage = make_stage(self._team.groups[SHARDS])
         homes = list(self._make_homes(members, self._stage))
@@ -169,7 +169,7 @@ class Sharded:
         groups = self._team.groups
         made = ShardedGradients(
             optimizer, self._team.replicas, self.homes, groups[SHARDS], groups[COPIES],
-            self.learned,
+            self.learned, self._sums.made(model, optimizer),
         )  # fmt: skip
         return model, made
 
@@ -241,11 +241,12 @@ class Sharded:
         if isinstance(pair.gradients, ShardedGradients):
             pair.gradients.refresh()
             pair.gradients.adopt()
-        return state()
+        return self._sums.save(pair, state())
 
     def load(self, pair: Pair, saved: Saved, load: Callable[[Saved], None]) -> None:
         """As `Held.load`."""
         load(saved)
+        self._sums.load(pair, saved)
         if self.zero == 3 or self._team.outer.has(pair):
             for home in dict.fromkeys(self.homes.values()):
                 home.loaded()
@@ -273,7 +274,8 @@ class Sharded:
             self.homes.update({id(parameter): home for parameter in home.parameters})
         self._team.groups.world.barrier()
         give_back_memory()
-        self._hooks += gather_around([home for home in homes if isinstance(home, GatheredHome)])
+        if self._gathers:
+            self._hooks += gather_around([home for home in homes if isinstance(home, GatheredHome)])
         if self.zero == 3:
             own = unwrap(model)  # of a compiled one
             found = (self.homes.get(id(parameter)) for parameter in own.parameters())

@@ -466,6 +466,7 @@ class Pipelines:
         """Divide the model when the first batch comes: the chief decides, all tasks call it."""
         passes, team = self.of(pair), self._team
         if passes.piped.starts is not None:
+            pair.gradients.gather()
             return passes
         with team.coordination.during("prepare"):
             text = b""
@@ -479,6 +480,7 @@ class Pipelines:
         give_back_memory()  # there was all of the model, and gradients of all of it
         with team.pairs.using(pair.optimizer):
             passes.read()
+        pair.gradients.gather()
         return passes
 
     @property

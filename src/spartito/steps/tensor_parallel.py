@@ -20,7 +20,6 @@ from spartito.engine.averaged_models import watch_averages
 from spartito.engine.buffers import shared_buffers
 from spartito.engine.checksum import checksum, different, outliers
 from spartito.engine.divided_update import ELEMENTWISE
-from spartito.engine.gradients import PackedGradients
 from spartito.engine.meta_models import make_all, told
 from spartito.engine.optimizer_step import stepping
 from spartito.engine.optimizers import has_sparse_gradients, optimizer_parameters, unwrap
@@ -173,8 +172,6 @@ class TensorParallel:
         for module in compiled:
             module._compiled_call_impl = None
         self.cut_state(own, optimizer)
-        if self._team.own_shard[1] > 1 and self._team.device.type != "cpu":
-            return own, PackedGradients(optimizer, self._team.replicas)
         return self._exchange.gradients(own, optimizer)
 
     def rejoin(self) -> None:

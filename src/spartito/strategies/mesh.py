@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from spartito.engine.compression import Compress
 from spartito.errors import UserError
 from spartito.mesh.describe import Description
 from spartito.mesh.layout import DEFAULT, read_rules
@@ -42,6 +43,7 @@ class MeshStrategy(Strategy):
         zero: 1, 2 or 3: what tasks with the same part of the model keep in shards among them, as
             under `ShardedStrategy`; 0: nothing.
         block_bytes: As under `ShardedStrategy`.
+        compress: As under `MultiWorkerMirroredStrategy`, along the axis of the data shards.
     """
 
     name = "mesh"
@@ -54,6 +56,7 @@ class MeshStrategy(Strategy):
     model: int | None = None
     zero: int = 0
     block_bytes: int = BLOCK
+    compress: Compress = None
 
     def parts(self, team: Team) -> Parts:
         """As `Strategy.parts`.
@@ -78,14 +81,14 @@ class MeshStrategy(Strategy):
         mesh, layout = mesh_of(self.mesh, self.model, rules, tasks, team.is_evaluator)
         mesh.check(tasks)
         topology = Grid(mesh, layout.batch_axis, self.zero > 0)
-        exchange: Exchange = AllReduce(team)
+        exchange: Exchange = AllReduce(team, compress=self.compress, overlaps=False)
         if self.zero:
             if team.device.type != "cpu":
                 raise UserError(
                     f"zero={self.zero} of a mesh on {team.device}: shards are for CPUs so far",
                     "Take device='cpu', or leave zero out.",
                 )
-            exchange = Sharded(team, self.zero, self.block_bytes)
+            exchange = Sharded(team, self.zero, self.block_bytes, compress=self.compress)
         placement = TensorParallel(team, exchange, mesh, layout, self.names, self.strict)
         recovery: Recovering = EndsWithLoss()
         if team.recovery is not None:

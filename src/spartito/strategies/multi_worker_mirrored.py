@@ -22,9 +22,10 @@ class MultiWorkerMirroredStrategy(Strategy):
     Args:
         find_unused_parameters: As under `MirroredStrategy`.
         compress: How gradients go from machine to machine, whose sum leaves each once: None is as
-            they are; "bf16" half of the bytes, summed in fp32; "powersgd", "powersgd:RANK" or a
-            `PowerSGD` a tenth and less, with what is left out added to the next step. With "ddp",
-            as on GPUs, each replica's gradients go so.
+            they are; "bf16" half of the bytes, summed in fp32; "8bit" and "4bit" numbers of fewer
+            bits; "topk", "topk:0.01" the largest of them; "powersgd", "powersgd:RANK" or a
+            `PowerSGD` products of thin matrices. What all but the first leave out is added to the
+            next step. By process groups of torch each replica's gradients go so.
         bucket_bytes: Gradients leave in parts of at least so many bytes, as backward has them;
             three such parts are worth it, fewer leave at its end.
     """

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from spartito.engine.compression import Compress
 from spartito.errors import UserError
 from spartito.mesh.axes import PIPELINE, Mesh
 from spartito.mesh.describe import Description
@@ -52,6 +53,7 @@ class PipelineStrategy(Strategy):
         zero: 1, 2 or 3: what tasks with the same layers keep in shards among them, as under
             `ShardedStrategy`; 0: nothing.
         block_bytes: As under `ShardedStrategy`.
+        compress: As under `MultiWorkerMirroredStrategy`, among the tasks with the same layers.
     """
 
     name = "pipeline"
@@ -68,6 +70,7 @@ class PipelineStrategy(Strategy):
     strict: bool = False
     zero: int = 0
     block_bytes: int = BLOCK
+    compress: Compress = None
 
     def parts(self, team: Team) -> Parts:
         """As `Strategy.parts`.
@@ -96,9 +99,11 @@ class PipelineStrategy(Strategy):
         mesh.check(tasks)
         layout = layout_without_stages(rules, mesh, default=rules == DEFAULT)
         lines = Lines(Grid(mesh, layout.batch_axis, self.zero > 0), per_task)
-        exchange: Exchange = AllReduce(team)
+        exchange: Exchange = AllReduce(team, compress=self.compress, overlaps=False)
         if self.zero:
-            exchange = Sharded(team, self.zero, self.block_bytes, gathers=False)
+            exchange = Sharded(
+                team, self.zero, self.block_bytes, gathers=False, compress=self.compress
+            )
         inside = TensorParallel(team, exchange, mesh, layout, self.names, self.strict)
         shape = Shape(mesh.axes[PIPELINE], per_task, self.microbatches)
         placement = Stages(team, lines, inside, exchange, shape, schedule, self.split)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spartito.engine.compression import Compress
 from spartito.errors import UserError
 from spartito.names import divisors
 from spartito.steps.parts import Parts
@@ -36,6 +37,8 @@ class ShardedStrategy(Strategy):
             of which each has all shards; rows are consecutive replicas. It divides their number.
         block_bytes: A module with so many bytes of parameters, or more, is a block of its own.
         offload: Keep shards in the host's memory; on CPUs they are.
+        compress: As under `MultiWorkerMirroredStrategy`. Then each replica sums whole blocks, and
+            takes its shards of them: memory for all gradients, and bytes as for equal copies.
     """
 
     name = "sharded"
@@ -45,6 +48,7 @@ class ShardedStrategy(Strategy):
     copies: int = 1
     block_bytes: int = BLOCK
     offload: bool = False
+    compress: Compress = None
 
     def parts(self, team: Team) -> Parts:
         """As `Strategy.parts`.
@@ -57,7 +61,11 @@ class ShardedStrategy(Strategy):
         """
         self._check(team)
         exchange = Sharded(
-            team, self.zero, self.block_bytes, lambda: team.tasks.world_size // self.copies
+            team,
+            self.zero,
+            self.block_bytes,
+            lambda: team.tasks.world_size // self.copies,
+            compress=self.compress,
         )
         placement = Replicated(team, exchange)
         recovery: Recovering = EndsWithLoss()

@@ -67,6 +67,9 @@ class Home(ABC):
     def gather(self) -> None:  # noqa: B027 - most have them there
         """Let the parameters show all values; all replicas call it."""
 
+    def gather_to_stay(self) -> None:  # noqa: B027 - most have them there
+        """As `gather`, for somebody who does not say when he is done: until the next update."""
+
     def free(self) -> None:  # noqa: B027 - most keep them
         """Nobody computes with the parameters for a while."""
 
@@ -278,7 +281,6 @@ class GatheredHome(Home):
         self.is_whole = True
 
     def gather_to_stay(self) -> None:
-        """As `gather`, for somebody who does not say when he is done."""
         with self.stage.group.current_call.during("parameter without its module"):
             self.gather()
         self._is_kept = torch.is_grad_enabled()

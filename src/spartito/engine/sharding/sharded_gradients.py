@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from spartito.collectives.collective import Collective, Piggybacked
+from spartito.engine.compression import CompressedSum, Compression
 from spartito.engine.divided_update import DividedUpdates, Span
 from spartito.engine.gradients import (
     Accumulated,
@@ -22,6 +23,7 @@ from spartito.engine.gradients import (
     refuse_sparse,
 )
 from spartito.engine.sharding.blocks import Section
+from spartito.engine.sharding.hidden_parameters import asleep
 from spartito.engine.sharding.homes import Home, settle
 
 MANY = 1 << 20
@@ -38,6 +40,9 @@ class ShardedGradients(DividedUpdates):
 
     ``homes`` has the block of each parameter by its id. ``owners`` have its shards; ``replicas``
     are the tasks that have the same shards: their sums are added up once, in `reduce`.
+
+    With a ``compression`` all of a block is summed over all tasks, once for an update, and each
+    takes its shard of that: what is coded together, or is a matrix, belongs to several shards.
     """
 
     def __init__(
@@ -48,8 +53,11 @@ class ShardedGradients(DividedUpdates):
         owners: Collective,
         replicas: Collective,
         learned: Sequence[nn.Parameter] = (),
+        compression: Compression | None = None,
     ) -> None:
         self._homes, self._replicas = homes, replicas
+        self._is_whole = compression is not None
+        self._is_last = True
         self._hooks: list[RemovableHandle] = []
         self._blocks: list[_Block] = []
         self._is_early = self._discards = self._is_passing = False
@@ -57,7 +65,7 @@ class ShardedGradients(DividedUpdates):
         """Whether all meet behind each update anyway."""
         self._next = 0  # the block that is reduced next in this backward pass
         self._used: set[int] = set()  # by id: had a gradient here since the last update
-        super().__init__(optimizer, collective, owners, learned)
+        super().__init__(optimizer, collective, owners, learned, compression)
 
     @contextmanager
     def early(self) -> Generator[None]:
@@ -68,9 +76,17 @@ class ShardedGradients(DividedUpdates):
         finally:
             self._is_early = False
 
+    def before_forward(self, is_last: bool, epoch: int) -> None:
+        super().before_forward(is_last, epoch)
+        self._is_last = is_last
+
+    def gather(self) -> None:
+        for home in dict.fromkeys(self._homes.values()):
+            home.gather_to_stay()
+
     def begin(self, loss_divisor: float) -> float:
         found = super().begin(loss_divisor)
-        if self._is_early:
+        if self._is_early and (self._is_last or not self._is_whole):
             self._is_passing, self._next = True, 0
             for block in self._blocks:
                 block.missing = block.count
@@ -95,7 +111,7 @@ class ShardedGradients(DividedUpdates):
         super().clear()
         self._used.clear()
         for block in self._blocks:
-            block.sums = None
+            block.sums, block.is_sent = None, False
         for part in self._parts.values():
             part.own.grad = None
 
@@ -105,6 +121,7 @@ class ShardedGradients(DividedUpdates):
 
     def update(self, step: Callable[[], None]) -> None:
         super().update(step)
+        self._updated()
         for block in self._blocks:
             block.home.publish()
             block.home.updated()
@@ -152,6 +169,8 @@ class ShardedGradients(DividedUpdates):
 
     def accumulated(self) -> Accumulated:
         """As `Gradients.accumulated`; whole, on all replicas."""
+        if self._is_whole:  # they wait in `.grad`
+            return super().accumulated()
         for block in self._blocks:
             block.reduce()
         self._meet_replicas()
@@ -177,7 +196,7 @@ class ShardedGradients(DividedUpdates):
         )
 
     def _meet_replicas(self) -> None:
-        if self._replicas.world_size > 1:
+        if self._replicas.world_size > 1 and not self._is_whole:
             for block in self._blocks:
                 self._replicas.all_reduce(block.sum)
 
@@ -196,7 +215,7 @@ class ShardedGradients(DividedUpdates):
         homes = dict.fromkeys(self._homes[key] for key in map(id, self.parameters))
         order = {id(home): number for number, home in enumerate(self._homes.values())}
         self._blocks = [
-            _Block(home, learn, self._used, waiting.get(id(home)))
+            _Block(home, learn, self._used, self._sum_of(home), waiting.get(id(home)))
             for home in sorted(homes, key=lambda home: -order[id(home)])
         ]
         here = ref(self)
@@ -216,6 +235,13 @@ class ShardedGradients(DividedUpdates):
                     found = [s for s in self.spans.get(key, ()) if s.rank != rank]
                     self.spans[key] = [*found, Span(rank, section.start, section.stop)]
         self.adopt()
+
+    def _sum_of(self, home: Home) -> CompressedSum | None:
+        """What sums all of a block, where that is sent compressed."""
+        if not self._is_whole:
+            return None
+        with asleep():
+            return CompressedSum(home.parameters, self._collective, self.compression)
 
     def _tell(self, number: int) -> None:
         """A parameter of the block ``number`` has its gradient."""
@@ -270,9 +296,16 @@ class _Block:
     """What waits for an update of one block's parameters, and how it comes to its shards."""
 
     def __init__(
-        self, home: Home, learn: set[int], used: set[int], sums: Tensor | None = None
+        self,
+        home: Home,
+        learn: set[int],
+        used: set[int],
+        whole: CompressedSum | None,
+        sums: Tensor | None = None,
     ) -> None:
-        self.home, self.sums = home, sums
+        self.home, self.sums, self.whole = home, sums, whole
+        self.is_sent = False
+        """Whether it was summed, compressed, since the last update."""
         self._learn, self._used = learn, used
         layout, rank = home.layout, home.stage.group.rank
         self.count = sum(id(p) in learn and p.requires_grad for p in home.parameters)
@@ -304,14 +337,38 @@ class _Block:
 
         Those of this replica only where they are to count.
         """
-        home, stage = self.home, self.home.stage
+        home = self.home
         learn = self._learn if counts else ()
         refuse_sparse([p for p in home.parameters if id(p) in learn])
         grads = [p.grad if id(p) in learn else None for p in home.parameters]
         flat = [None if grad is None else grad.detach().reshape(-1) for grad in grads]
+        if self.whole is None:
+            self._reduce_shards(flat)
+        else:
+            self._reduce_whole(flat, self.whole)
+        for parameter, grad in zip(home.parameters, grads, strict=True):
+            if grad is not None:
+                self._used.add(id(parameter))
+                parameter.grad = None
+        home.free()
+
+    def _reduce_whole(self, flat: Sequence[Tensor | None], whole: CompressedSum) -> None:
+        """Sum all of the block, and add this replica's shard of that."""
+        layout = self.home.layout
+        for part, grad in zip(whole.input.split(list(layout.sizes)), flat, strict=True):
+            part.zero_() if grad is None else part.copy_(grad)
+        total = whole.run(exactly=self.is_sent)
+        self.is_sent = True
+        first = self.home.stage.group.rank * layout.length
+        mine = total[first : first + layout.length]
+        self.sum[: len(mine)].add_(mine)
+
+    def _reduce_shards(self, flat: Sequence[Tensor | None]) -> None:
+        """Let the owner of each shard add up what all have for it, round after round."""
+        stage, dtype = self.home.stage, self.home.dtype
         is_new, sums = self.sums is None, self.sum
         for start, length, sections in self._rounds:
-            rows = stage.rows(length, home.dtype)
+            rows = stage.rows(length, dtype)
             targets, sources = [], []
             for row, parts in zip(rows, sections, strict=True):
                 for section in parts:
@@ -334,11 +391,6 @@ class _Block:
                 into.copy_(first)
             for part in others:
                 into.add_(part)
-        for parameter, grad in zip(home.parameters, grads, strict=True):
-            if grad is not None:
-                self._used.add(id(parameter))
-                parameter.grad = None
-        home.free()
 
     def give(self, idle: frozenset[int]) -> None:
         """Let the optimizer find the sums."""
