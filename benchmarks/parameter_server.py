@@ -20,7 +20,7 @@ from spartito.launch.processes.roles import Roles
 from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS
 
 LOCAL_BATCH = 32
-OPTIONS = {"shared memory": {}, "TCP": {"shared_memory": False}}
+OPTIONS = {"shared memory": {}, "TCP": {"servers": {"shared_memory": False}}}
 """Our sides, and their strategy's options."""
 ALONE = "no communication"
 BARE = {f"bare {way}": way for way in OPTIONS}

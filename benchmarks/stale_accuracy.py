@@ -29,8 +29,8 @@ def sides() -> dict[str, dict[str, Any]]:
         "wait, bound 2": {"max_staleness": 2},
         "scale": {"on_stale": "scale"},
         "compensate": {"on_stale": "compensate"},
-        "compensate, 1": {"on_stale": "compensate", "compensation": 1.0},
-        "adaptive": {"on_stale": "compensate", "mean_square": 0.95},
+        "compensate, 1": {"on_stale": {"compensate": 1.0}},
+        "adaptive": {"on_stale": {"compensate": 2.0, "mean_square": 0.95}},
     }
 
 

@@ -114,7 +114,7 @@ def parts(pictures: Path) -> dict[str, Part]:
     )  # fmt: skip
     found["copies"] = Part(
         "`parameter_server` with `replicas=2`: each value on two servers",
-        (*SERVED, "--strategy-options", '{"replicas": 2}',
+        (*SERVED, "--strategy-options", '{"servers": {"replicas": 2}}',
          "--roles", "ps", "--faults", "kill,stop,pause,term,spin,slow,memory"),
     )  # fmt: skip
     found["journal"] = Part(

@@ -14,7 +14,7 @@ from benchmarks.common import Figure, announce, conclude, parser, positive, prog
 ROOT = Path(__file__).parents[1]
 JOB = Path(__file__).parent / "jobs" / "version.py"
 LIMIT = 300.0
-TCP = '{"shared_memory": false}'
+TCP = '{"servers": {"shared_memory": false}}'
 SIDES = {
     "one_device fit": ("fit", ["--strategy=one_device", "--workers=1"]),
     "one_device loop": ("loop", ["--strategy=one_device", "--workers=1"]),

@@ -40,7 +40,7 @@ def main() -> None:
     folder, epochs = Path(os.environ["BENCHMARK_FOLDER"]), int(sys.argv[1])
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    strategy = sp.ParameterServerStrategy(replicas=2)
+    strategy = sp.ParameterServerStrategy(servers={"replicas": 2})
     times = Times(strategy)
     task = f"{strategy.task.type}-{strategy.task.index}"
     (folder / f"{task}.pid").write_text(str(os.getpid()))

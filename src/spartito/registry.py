@@ -189,10 +189,8 @@ BUILT_IN = {
             asynchronous=True,
             recovers=True,
             options=(
-                *("max_staleness", "on_stale", "compensation", "mean_square", "aggregate"),
-                *("groups", "every", "outer", "quorum", "grace", "weights", "replicas"),
-                *("min_shard_bytes", "wire_dtype", "lease_seconds", "snapshot_seconds"),
-                *("snapshot_dir", "nan_limit", "push_log", "shared_memory"),
+                *("max_staleness", "on_stale", "aggregate", "groups", "every", "outer"),
+                *("quorum", "weights", "servers"),
                 *_of_the_job("sync_batchnorm", "communication"),
             ),
             nests=False,

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
 
 Make = Callable[..., Job]
 SERVED = ("--workers", "2", "--ps", "1")
-SOON = ("--strategy-options", '{"lease_seconds": 3, "snapshot_seconds": 1}')
+SOON = ("--strategy-options", '{"servers": {"lease_seconds": 3, "snapshot_seconds": 1}}')
 """A silent worker is given up before the fault has passed."""
 
 SCRIPT = """

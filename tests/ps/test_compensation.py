@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from spartito.errors import UserError
 from spartito.ps.protocol.messages import Outcome
-from spartito.ps.protocol.rules import Rules
+from spartito.ps.protocol.rules import Rules, stale_rules
 from spartito.ps.server.compensation import check_compensation
 from tests.ps.bench import Bench
 from tests.ps.bench import push as pushed
@@ -70,7 +70,7 @@ class Plain:
         (Rules(WORKERS, on_stale="compensate", compensation=30.0), SGD, 1),
         (Rules(WORKERS, on_stale="compensate", compensation=30.0), Adam, 3),
         (Rules(WORKERS, 1, "compensate", compensation=30.0), SGD, 3),
-        (Rules(WORKERS, on_stale="compensate", mean_square=0.9), SGD, 2),
+        (Rules(WORKERS, on_stale="compensate", compensation=2.0, mean_square=0.9), SGD, 2),
         (Rules(WORKERS, on_stale="compensate", compensation=0.0), SGD, 1),
         (Rules(WORKERS, on_stale="scale"), SGD, 1),
     ],
@@ -139,7 +139,7 @@ def test_a_stale_push_over_a_new_connection_is_computed_again(
 
 
 def test_the_means_of_squares_are_in_a_snapshot() -> None:
-    rules = Rules(1, on_stale="compensate", mean_square=0.5)
+    rules = Rules(1, on_stale="compensate", compensation=2.0, mean_square=0.5)
     whole = Bench(rules)
     for step in range(3):
         whole.push(0, pushed(step, pulled=step), 1.0 + step, 2.0)
@@ -159,13 +159,6 @@ def test_the_means_of_squares_are_in_a_snapshot() -> None:
     ("options", "why"),
     [
         ({"on_stale": "compensat"}, "Did you mean 'compensate'"),
-        ({"on_stale": "compensate", "compensation": -0.1}, "compensation=-0.1"),
-        ({"on_stale": "compensate", "compensation": float("nan")}, "compensation=nan"),
-        ({"on_stale": "compensate", "compensation": True}, "compensation=True"),
-        ({"on_stale": "compensate", "compensation": "much"}, "compensation='much'"),
-        ({"on_stale": "compensate", "mean_square": 1.0}, "mean_square=1.0"),
-        ({"compensation": 0.1}, "with on_stale='wait'"),
-        ({"on_stale": "scale", "mean_square": 0.9}, "with on_stale='scale'"),
         ({"on_stale": "compensate", "max_staleness": 0}, "never stale"),
         ({"on_stale": "scale", "max_staleness": 0}, "never stale"),
         ({"on_stale": "compensate", "mean_square": 0.9, "servers": 2, "replicas": 2}, "alone"),
@@ -174,6 +167,25 @@ def test_the_means_of_squares_are_in_a_snapshot() -> None:
 def test_what_cannot_be_is_refused_when_it_is_asked_for(options: dict[str, Any], why: str) -> None:
     with pytest.raises(UserError, match=why):
         Rules(2, **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"compensate": -0.1}, "{'compensate': -0.1}"),
+        ({"compensate": float("nan")}, "{'compensate': nan}"),
+        ({"compensate": True}, "{'compensate': True}"),
+        ({"compensate": "much"}, "{'compensate': 'much'}"),
+        ({"compensate": 2, "mean_square": 1.0}, "'mean_square': 1.0"),
+        ({"mean_square": 0.9}, "a strength of at least 0"),
+        ({"compensat": 0.9}, "Did you mean 'compensate'"),
+        ({}, "a strength of at least 0"),
+    ],
+    ids=str,
+)
+def test_a_strength_that_cannot_be_is_refused(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        stale_rules(given)
 
 
 def test_complex_numbers_have_no_such_squares() -> None:

@@ -275,6 +275,11 @@ def _own_loop(
     return result
 
 
+def with_servers(options: dict[str, Any], **servers: Any) -> dict[str, Any]:
+    """Options of a job with what is asked of its servers, where they do not say another thing."""
+    return {**options, "servers": {**servers, **options.get("servers", {})}}
+
+
 def replayed(asked: Asked, folder: Path, servers: int) -> dict[str, Tensor]:
     """The weights that the updates in the push logs of ``folder`` make, from the beginning."""
     threads = torch.get_num_threads()
@@ -283,7 +288,7 @@ def replayed(asked: Asked, folder: Path, servers: int) -> dict[str, Tensor]:
         net = network(asked)
         vector = Vector(net, make_optimizer(asked, net))
         whole = asked.optimizer in OWN
-        fine = asked.options.get("min_shard_bytes", 256 << 10)
+        fine = asked.options.get("servers", {}).get("min_shard_bytes", 256 << 10)
         for number, span in enumerate(cut(vector.layout, servers, fine, whole)):
             optimizer = make_optimizer(asked, net)
             assert is_elementwise(optimizer) is not whole

@@ -26,7 +26,7 @@ from spartito.training.evaluator import Evaluator
 from spartito.wire.frames import Wire
 from tests.commands import cluster_of, tf_config
 from tests.processes import context
-from tests.strategies.ps_jobs import FINE, LIMIT, Asked, train
+from tests.strategies.ps_jobs import FINE, LIMIT, Asked, train, with_servers
 
 SHORT = 3.0  # seconds: where a test waits for a limit, which begins when all have met
 
@@ -224,10 +224,11 @@ def job(
 
     ``snapshots`` are the seconds between two of them.
     """
-    options = {"lease_seconds": lease, "snapshot_seconds": snapshots, "min_shard_bytes": FINE}
-    more = {"push_log": str(folder / "pushes"), "snapshot_dir": str(folder / "snapshots")}
-    known = {**options, **more} if "ps" in counts else {}
-    filled = {**asked.__dict__, "options": {**known, **asked.options}}
+    seconds = {"lease_seconds": lease, "snapshot_seconds": snapshots}
+    folders = {"push_log": str(folder / "pushes"), "snapshot_dir": str(folder / "snapshots")}
+    known = {"min_shard_bytes": FINE, **seconds, **folders}
+    options = with_servers(asked.options, **known) if "ps" in counts else asked.options
+    filled = {**asked.__dict__, "options": options}
     filled["run_dir"] = str(folder / "run")
     made = Job(folder, Asked(**filled), {"SPARTITO_TIMEOUT": str(timeout)}, **counts)
     try:

@@ -76,7 +76,7 @@ def test_what_is_alike_or_averaged_or_a_cache_is_nothing_to_tell(
 
 @pytest.mark.parametrize(("kind", "name"), [("centre", "center"), ("own norm", "running_mean")])
 def test_servers_refuse_them_where_deterministic(replicas: Replicas, kind: str, name: str) -> None:
-    options = {"max_staleness": 0, "min_shard_bytes": 16}
+    options = {"max_staleness": 0, "servers": {"min_shard_bytes": 16}}
     found = replicas(jobs.trained, 2, "parameter_server", options, kind, True, servers=1)
     said = "\n".join(line for one in found for line in one["said"])
     assert f"'1.{name}'" in said
@@ -85,7 +85,7 @@ def test_servers_refuse_them_where_deterministic(replicas: Replicas, kind: str, 
 
 @pytest.mark.parametrize("kind", ["counter", "cache"])
 def test_servers_take_what_is_alike(replicas: Replicas, kind: str) -> None:
-    options = {"max_staleness": 0, "min_shard_bytes": 16}
+    options = {"max_staleness": 0, "servers": {"min_shard_bytes": 16}}
     for found in replicas(jobs.trained, 2, "parameter_server", options, kind, True, servers=1):
         assert [line for line in found["said"] if "buffer" in line] == []
 

@@ -27,7 +27,7 @@ WAYS: list[tuple[str, int, dict[str, Any]]] = [
     ("mesh", 2, {"mesh": {"model": 2}}),
     ("mesh", 4, {"mesh": {"data": 2, "model": 2}}),
     ("pipeline", 2, {"stages": 2, "microbatches": 2, "split": ["2"]}),
-    ("parameter_server", 2, {"max_staleness": 0, "min_shard_bytes": 16}),
+    ("parameter_server", 2, {"max_staleness": 0, "servers": {"min_shard_bytes": 16}}),
     ("local_sgd", 2, {"groups": 1, "every": 1, "outer": {"lr": 1.0, "momentum": 0.0}}),
 ]
 

@@ -25,13 +25,14 @@ ONE_GROUP: Case = (
 """Its meetings change nothing. Several groups are in test_groups_in_shards.py: batches of three
 examples are too few for two groups of two."""
 
+APART = {"min_shard_bytes": 16, "shared_memory": False}
 ONE_SERVED: Case = (
-    "parameter_server", 3, {"groups": 1, "every": 3, "min_shard_bytes": 16, "shared_memory": False}
+    "parameter_server", 3, {"groups": 1, "every": 3, "servers": APART}
 )  # fmt: skip
 """What it pushes are its own values."""
 SEVERAL_SERVED: Case = (
     "parameter_server", 3,
-    {"groups": [[0, 2], [1]], "every": 3, "quorum": 2, "min_shard_bytes": 16},
+    {"groups": [[0, 2], [1]], "every": 3, "quorum": 2, "servers": {"min_shard_bytes": 16}},
 )  # fmt: skip
 
 GLOO = {"communication": "process_group"}
@@ -67,9 +68,17 @@ CASES: list[Case] = [
     ("pipeline", 4, {"mesh": {"pipeline": 2, "model": 2}}),
     ("local_sgd", 3, {"groups": [[0, 2], [1]], "every": 3}),
     ONE_GROUP,
-    ("parameter_server", 2, {"max_staleness": 0, "min_shard_bytes": 16}),
-    ("parameter_server", 3, {"max_staleness": 0, "min_shard_bytes": 16, "shared_memory": False}),
-    ("parameter_server", 2, {"groups": 2, "every": 3, "quorum": 2, "min_shard_bytes": 16}),
+    ("parameter_server", 2, {"max_staleness": 0, "servers": {"min_shard_bytes": 16}}),
+    (
+        "parameter_server",
+        3,
+        {"max_staleness": 0, "servers": APART},
+    ),
+    (
+        "parameter_server",
+        2,
+        {"groups": 2, "every": 3, "quorum": 2, "servers": {"min_shard_bytes": 16}},
+    ),
     ONE_SERVED,
     SEVERAL_SERVED,
     *OVER_GLOO,
@@ -93,7 +102,11 @@ SLOWER = [
     ("pipeline", 4, {"stages": 2, "schedule": "zero_bubble"}),
     ("pipeline", 4, {"mesh": {"pipeline": 2, "model": 2}}),
     ONE_GROUP,
-    ("parameter_server", 3, {"max_staleness": 0, "min_shard_bytes": 16, "shared_memory": False}),
+    (
+        "parameter_server",
+        3,
+        {"max_staleness": 0, "servers": APART},
+    ),
     ONE_SERVED,
     SEVERAL_SERVED,
     *OVER_GLOO,

@@ -21,7 +21,7 @@ from tests.strategies.ps_jobs import Asked
 from tests.strategies.ps_processes import Job, job
 from tests.strategies.test_contracts import close, run
 
-SMALL = {"min_shard_bytes": 16}
+SMALL = {"servers": {"min_shard_bytes": 16}}
 GUESS = math.log(CLASSES)
 """The loss of who knows nothing."""
 
@@ -30,7 +30,15 @@ GUESS = math.log(CLASSES)
     ("workers", "options", "inner"),
     [
         (2, {"every": 3}, "adamw"),
-        (2, {"every": 4, "outer": "diloco", "shared_memory": False}, "sgd"),
+        (
+            2,
+            {
+                "every": 4,
+                "outer": "diloco",
+                "servers": {"min_shard_bytes": 16, "shared_memory": False},
+            },
+            "sgd",
+        ),
         (3, {"every": 2, "outer": "diloco"}, "adamw"),
         (3, {"every": 50, "outer": "adam", "weights": "equal"}, "sgd"),
     ],
@@ -286,7 +294,9 @@ def test_it_goes_on_exactly_where_the_chief_computes_nothing(tmp_path: Path) -> 
         ({"outer": "diloco"}, "outer='diloco' without groups"),
         ({"groups": 2, "quorum": 3}, "quorum=3 of 2 groups"),
         ({"groups": 2, "quorum": 0}, "quorum=0 of 2 groups"),
-        ({"groups": 2, "grace": -1}, "grace=-1"),
+        ({"groups": 2, "quorum": {"grace": -1}}, "a grace of -1"),
+        ({"groups": 2, "quorum": {"grace": 1, "group": 2}}, "Did you mean 'groups'"),
+        ({"quorum": {"grace": 1}}, "grace=1 without groups"),
         ({"groups": 2, "every": 0}, "every=0"),
         ({"groups": 3}, "groups=3 of 2"),
         ({"groups": [[0], []]}, "without members"),

@@ -24,7 +24,7 @@ WHY = r"error: worker 0 \(\S+\) ended the job: ValueError: no such class in thes
         pytest.param(2, {"groups": 2, "every": 2, "quorum": 2}, marks=pytest.mark.slow),
         pytest.param(3, {"groups": [[0, 1], [2]], "every": 2}, marks=pytest.mark.slow),
         pytest.param(
-            4, {"groups": 2, "every": 2, "quorum": 2, "shared_memory": False},
+            4, {"groups": 2, "every": 2, "quorum": 2, "servers": {"shared_memory": False}},
             marks=pytest.mark.slow,
         ),
     ],

@@ -37,7 +37,7 @@ def test_each_counts_for_one_of_all(
     """BatchNorm's statistics too; a stretch at the end of an epoch is shorter than the others."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    given = {"groups": workers, "min_shard_bytes": 16, **options}
+    given = {"groups": workers, "servers": {"min_shard_bytes": 16}, **options}
     found = replicas(
         jobs.recorded, workers, "parameter_server", given, servers=1,
         batch=batch, inner=inner, pipe=str(pipe),

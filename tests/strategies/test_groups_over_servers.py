@@ -15,7 +15,9 @@ from tests.strategies import decoupled_jobs, local_by_torch
 from tests.strategies import local_jobs as jobs
 from tests.strategies.test_contracts import close, run
 
-SMALL = {"min_shard_bytes": 16}
+SMALL = {"servers": {"min_shard_bytes": 16}}
+SOON = {"min_shard_bytes": 16, "lease_seconds": 2.0}
+APART = {"min_shard_bytes": 16, "shared_memory": False}
 Case = tuple[str, int, dict[str, Any]]
 
 
@@ -29,7 +31,7 @@ def case(workers: int, **options: Any) -> Case:
     [
         (3, {"groups": [[0, 2], [1]], "every": 3}, "adamw", 8),
         pytest.param(
-            4, {"groups": 2, "every": 4, "outer": "diloco", "shared_memory": False}, "sgd", 8,
+            4, {"groups": 2, "every": 4, "outer": "diloco", "servers": APART}, "sgd", 8,
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -146,7 +148,7 @@ def test_a_callback_may_evaluate_amid_an_epoch(replicas: Replicas) -> None:
 
 def test_a_checkpoint_says_of_which_group_nothing_came(replicas: Replicas, tmp_path: Path) -> None:
     """Group 1 is worker 2."""
-    name, workers, options = case(3, groups=[[0, 1], [2]], quorum=2, every=4, lease_seconds=2.0)
+    name, workers, options = case(3, groups=[[0, 1], [2]], quorum=2, every=4, servers=SOON)
     job, log, path = decoupled_jobs.saved_alone, tmp_path / "log", str(tmp_path / "saved")
     replicas(decoupled_jobs.heard, workers, name, options, job, str(log), servers=1, path=path)
     assert "nothing came of group 1. Training" in log.read_text()
@@ -155,7 +157,7 @@ def test_a_checkpoint_says_of_which_group_nothing_came(replicas: Replicas, tmp_p
 @pytest.mark.slow
 def test_a_member_that_fails_keeps_no_other_waiting(replicas: Replicas) -> None:
     """Also where its process lives on: in a notebook, or where a script catches the error."""
-    name, workers, options = case(2, groups=1, every=4, lease_seconds=2.0)
+    name, workers, options = case(2, groups=1, every=4, servers=SOON)
     first, second = replicas(decoupled_jobs.failing, workers, name, options, servers=1, timeout=40)
     assert "worker 1 did not come within 2 s" in first
     assert second == "the loss of worker 1"
@@ -166,7 +168,7 @@ def test_the_chief_may_be_longer_at_the_end_of_an_epoch_than_a_wait_may_take(
     replicas: Replicas,
 ) -> None:
     """And in an evaluation: over sockets too."""
-    name, workers, options = case(2, groups=1, every=4, shared_memory=False, timeout=4.0)
+    name, workers, options = case(2, groups=1, every=4, servers=APART, timeout=4.0)
     found = replicas(decoupled_jobs.lengthy, workers, name, options, servers=1, seconds=7.0)
     close(found[1], found[0])
 

@@ -12,7 +12,7 @@ from tests.strategies import halfway_jobs as jobs
 from tests.strategies.test_contracts import close, run
 
 slow = pytest.mark.slow
-SMALL = {"max_staleness": 0, "min_shard_bytes": 16}
+SMALL = {"max_staleness": 0, "servers": {"min_shard_bytes": 16}}
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,9 @@ SMALL = {"max_staleness": 0, "min_shard_bytes": 16}
     [
         (2, 3, {}),
         pytest.param(2, 1, {}, marks=slow),
-        pytest.param(3, 5, {"shared_memory": False}, marks=slow),
+        pytest.param(
+            3, 5, {"servers": {"min_shard_bytes": 16, "shared_memory": False}}, marks=slow
+        ),
         pytest.param(2, 9, {}, marks=slow),  # in the second epoch
         pytest.param(2, 6, {}, marks=slow),  # after its last batch, before it ends
     ],

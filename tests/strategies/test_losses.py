@@ -16,7 +16,7 @@ EXACT = 1e-12
 SOME = ["ignored", "classifier", "weighted", "masked", "by_hand", "sum_by_rows", "each"]
 OTHERS = [
     ("sharded", 2, {}),
-    ("parameter_server", 2, {"max_staleness": 0, "min_shard_bytes": 16}),
+    ("parameter_server", 2, {"max_staleness": 0, "servers": {"min_shard_bytes": 16}}),
     ("pipeline", 2, {"stages": 2, "microbatches": 2, "split": ["2"]}),
     ("mesh", 4, {"mesh": {"data": 2, "model": 2}}),
     ("local_sgd", 2, {"groups": 1, "every": 1, "outer": {"lr": 1.0, "momentum": 0.0}}),

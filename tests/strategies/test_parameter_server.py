@@ -23,20 +23,19 @@ from spartito.strategies import strategy
 from tests.replicas import ReplicaError, Replicas, warns
 from tests.strategies import ps_jobs
 from tests.strategies.jobs import blobs
-from tests.strategies.ps_jobs import FINE, Asked
+from tests.strategies.ps_jobs import FINE, Asked, with_servers
 from tests.strategies.ps_processes import job as processes
+
+NARROW = {"shared_memory": False, "wire_dtype": "bf16"}
 
 
 class Run:
     """What all tasks of a job returned, and the records that they left."""
 
     def __init__(self, replicas: Replicas, folder: Path, workers: int, ps: int, asked: Asked):
-        options = {"min_shard_bytes": FINE, "snapshot_dir": str(folder / "snapshots")}
-        filled = dataclasses.replace(
-            asked,
-            options={**options, "push_log": str(folder / "pushes"), **asked.options},
-            run_dir=str(folder / "run"),
-        )
+        folders = {"push_log": str(folder / "pushes"), "snapshot_dir": str(folder / "snapshots")}
+        options = with_servers(asked.options, min_shard_bytes=FINE, **folders)
+        filled = dataclasses.replace(asked, options=options, run_dir=str(folder / "run"))
         self.asked, self.folder, self.workers, self.ps = filled, folder, workers, ps
         # Of up to five processes, which start together: a minute where others have the cores.
         self.results = replicas(ps_jobs.train, workers, filled, servers=ps, timeout=250)
@@ -70,7 +69,7 @@ class Run:
         if asked.optimizer != "Whole":
             again = ps_jobs.replayed(asked, self.folder / "pushes", self.ps)
             weights = self.first["weights"]
-            rounded = 1e-2 if "wire_dtype" in asked.options else 0.0
+            rounded = 1e-2 if "wire_dtype" in asked.options["servers"] else 0.0
             assert all((weights[n] - again[n]).abs().max() <= rounded for n in weights)
 
 
@@ -92,7 +91,7 @@ def learned(run: Run, below: float = 0.5) -> None:
         (1, 1, Asked()),
         (3, 2, Asked(epochs=8)),
         (2, 1, Asked(epochs=8, options={"aggregate": 2})),
-        (2, 2, Asked(epochs=8, options={"shared_memory": False, "wire_dtype": "bf16"})),
+        (2, 2, Asked(epochs=8, options={"servers": NARROW})),
         (2, 2, Asked(epochs=8, clip=0.5, accumulate=2)),
         (2, 1, Asked(epochs=8, optimizer="SGD", rate=0.2, schedule="steps")),
         (2, 2, Asked(epochs=8, optimizer="Whole")),
@@ -170,10 +169,10 @@ def test_a_worker_that_is_alone_clips_as_a_plain_loop(
 
 
 def test_a_narrow_wire_carries_half_the_bytes(replicas: Replicas, tmp_path: Path) -> None:
-    asked = Asked(epochs=1, width=64, options={"shared_memory": False})
+    asked = Asked(epochs=1, width=64)
     sizes = []
     for wire_dtype in (None, "bf16"):
-        options = {**asked.options, "wire_dtype": wire_dtype}
+        options = {"servers": {**NARROW, "wire_dtype": wire_dtype}}
         folder = tmp_path / str(wire_dtype)
         run = Run(replicas, folder, 1, 1, dataclasses.replace(asked, options=options))
         (record,) = run.servers()
@@ -323,7 +322,7 @@ def test_counters_in_parameter_groups_are_those_of_the_servers(
 
 
 def filled(asked: Asked, folder: Path) -> Asked:
-    options = {"min_shard_bytes": FINE, "snapshot_dir": str(folder), **asked.options}
+    options = with_servers(asked.options, min_shard_bytes=FINE, snapshot_dir=str(folder))
     return dataclasses.replace(asked, options=options)
 
 
@@ -338,7 +337,7 @@ def test_a_loop_of_ones_own(replicas: Replicas, tmp_path: Path, bound: int | Non
 
 def test_a_second_model_is_refused(replicas: Replicas, tmp_path: Path) -> None:
     with pytest.raises(ReplicaError, match="a second model under parameter_server") as caught:
-        replicas(prepare_twice, 1, {"snapshot_dir": str(tmp_path)}, servers=1)
+        replicas(prepare_twice, 1, {"servers": {"snapshot_dir": str(tmp_path)}}, servers=1)
     assert caught.value.kind == "UserError"
 
 
@@ -361,7 +360,14 @@ def prepare_twice(options: dict[str, Any]) -> None:
         ({"on_stale": "rejects"}, "Did you mean 'reject'"),
         ({"aggregate": 0}, "aggregate=0"),
         ({"aggregate": 2, "max_staleness": 0}, "averages one push of every worker already"),
-        ({"min_shard_bytes": 0}, "min_shard_bytes=0"),
+        ({"servers": {"min_shard_bytes": 0}}, "{'min_shard_bytes': 0}"),
+        ({"servers": {"push_logs": "log"}}, "Did you mean 'push_log'"),
+        ({"servers": {"lease_seconds": "soon"}}, "{'lease_seconds': 'soon'}"),
+        ({"servers": {"snapshot_seconds": 0}}, "a number above 0"),
+        ({"servers": {"shared_memory": 1}}, "of type bool"),
+        ({"servers": {"wire_dtype": "int8"}}, "wire_dtype='int8'"),
+        ({"servers": {"snapshot_dir": 3}}, "{'snapshot_dir': 3}"),
+        ({"servers": 2}, "servers=2 is no dictionary"),
         ({}, "parameter_server without a parameter server"),
     ],
 )

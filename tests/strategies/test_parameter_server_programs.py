@@ -73,7 +73,9 @@ def test_a_server_without_a_chief_ends_whatever_its_script_catches(tmp_path: Pat
 SCRIPT = """
 import os, time, torch
 import spartito as sp
-strategy = sp.strategy(push_log="pushes", min_shard_bytes=16, snapshot_seconds=1000)
+strategy = sp.strategy(
+    servers={"push_log": "pushes", "min_shard_bytes": 16, "snapshot_seconds": 1000}
+)
 with strategy.scope():
     torch.manual_seed(0)
     net = torch.nn.Linear(4, 3)

@@ -102,7 +102,9 @@ def test_a_worker_that_was_replaced_pushes_nowhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_stopped_server_is_named_within_the_time_limit(tmp_path: Path, shared: bool) -> None:
-    asked = Asked(options={"shared_memory": shared}, holds={"worker 0": 5, "worker 1": 5})
+    asked = Asked(
+        options={"servers": {"shared_memory": shared}}, holds={"worker 0": 5, "worker 1": 5}
+    )
     with job(tmp_path, asked, worker=2, ps=2) as found:
         found.held("worker 0", "worker 1")
         found.shorten(*found.members)
@@ -185,27 +187,30 @@ def test_a_server_with_another_model_refuses_and_both_are_named(tmp_path: Path) 
         assert found.ends("ps 0") == [LOST]
 
 
-@pytest.mark.parametrize("other", [{"max_staleness": 1}, {"min_shard_bytes": 64}, {"aggregate": 2}])
+@pytest.mark.parametrize(
+    "other", [{"max_staleness": 1}, {"servers": {"min_shard_bytes": 64}}, {"aggregate": 2}]
+)
 def test_a_server_with_other_options_refuses_and_both_are_named(
     tmp_path: Path, other: dict[str, Any]
 ) -> None:
     with job(tmp_path, Asked(), start=False, worker=1, ps=1) as found:
         mine = found.asked.options | other
+        mine["servers"] = found.asked.options["servers"] | other.get("servers", {})
         found.start("ps 0", asked=Asked(**{**found.asked.__dict__, "options": mine}))
         found.start("worker 0")
         assert found.ends("worker 0") == [2], found.text
-        (name, value) = next(iter(other.items()))
+        (name, value) = next(iter(other.get("servers", other).items()))
         assert found.said("worker 0", rf'error: worker 0 has rules .*, ps 0 .*"{name}":{value}')
 
 
 def test_more_servers_than_parameters_is_refused_by_all(tmp_path: Path) -> None:
-    asked = Asked(options={"min_shard_bytes": 1 << 20})
+    asked = Asked(options={"servers": {"min_shard_bytes": 1 << 20}})
     with job(tmp_path, asked, worker=1, ps=5) as found:
         names = list(found.members)
         assert found.ends(*names) == [2] * len(names)
         assert found.said("worker 0", "5 parameter servers for parameters that fill 4")
         assert found.said(
-            "worker 0", r"at most 4 with --ps, .*min_shard_bytes=N\), .* than 1048576"
+            "worker 0", r'at most 4 with --ps, .*"min_shard_bytes": N}, .* than 1048576'
         )
 
 
@@ -230,7 +235,9 @@ def test_gradients_that_are_no_numbers_are_dropped_and_named(tmp_path: Path) -> 
 
 def test_too_many_of_them_end_the_job(tmp_path: Path) -> None:
     holds = {"worker 1": 6, "worker 0": 2}  # the last one that is sure to come: 5 are not too many
-    asked = Asked(spoiled={"worker 1": range(1, 99)}, options={"nan_limit": 5}, holds=holds)
+    asked = Asked(
+        spoiled={"worker 1": range(1, 99)}, options={"servers": {"nan_limit": 5}}, holds=holds
+    )
     with job(tmp_path, asked, worker=2, ps=1) as found:
         found.held("worker 0", "worker 1")
         found.go("worker 0", "worker 1")

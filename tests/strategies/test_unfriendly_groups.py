@@ -159,7 +159,7 @@ FORMS: dict[str, tuple[str, int, dict[str, Any], list[list[int]]]] = {
     "shards": ("local_sgd", 4, {"groups": 2, "inside": "sharded"}, GROUPS),
     "whole shards": ("local_sgd", 4, {"groups": 2, "inside": "sharded(zero=1)"}, GROUPS),
     "servers": (
-        "parameter_server", 3, {"groups": 3, "quorum": 3, "min_shard_bytes": 16},
+        "parameter_server", 3, {"groups": 3, "quorum": 3, "servers": {"min_shard_bytes": 16}},
         [[0], [1], [2]],
     ),
 }  # fmt: skip

@@ -44,7 +44,11 @@ COLUMNS = {
         "local_sgd", 2, {"groups": 2, "every": 2}, plain={"groups": 2, "every": 2}, steps=False
     ),
     "parameter_server": Column(
-        "parameter_server", 2, {"max_staleness": 0, "min_shard_bytes": 16}, servers=1, steps=False
+        "parameter_server",
+        2,
+        {"max_staleness": 0, "servers": {"min_shard_bytes": 16}},
+        servers=1,
+        steps=False,
     ),
 }
 

@@ -304,7 +304,8 @@ class Chief:
             if self._in_step and len(self.control.links) > 1:
                 warn(
                     "they are computed with newer values of the other servers, so the numbers are "
-                    "not those of a training without the loss: replicas=2 loses nothing"
+                    "not those of a training without the loss; with servers={'replicas': 2} "
+                    "nothing is lost"
                 )
         else:
             note("%s was started again and had lost nothing", name)

@@ -7,9 +7,10 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from spartito.collectives.shared_memory import host_key, supported
 from spartito.collectives.versions import Versions
 from spartito.errors import SpartitoError, UserError
 from spartito.log import note
-from spartito.names import ENV_SNAPSHOT_DIR
+from spartito.names import ENV_SNAPSHOT_DIR, nearest
 from spartito.ps.chief import JOB, Chief, OnCame, OnLost, views_of
 from spartito.ps.client.appointments import SILENT_SECONDS, Appointments
 from spartito.ps.client.appointments import Server as Watched
@@ -34,6 +35,7 @@ from spartito.ps.client.link import Address, Link
 from spartito.ps.client.servers import Servers
 from spartito.ps.client.vector import Copies, Vector
 from spartito.ps.client.work_source import WorkerLink
+from spartito.ps.protocol.codec import check_wire_dtype
 from spartito.ps.protocol.layout import Layout, Span, cut, table
 from spartito.ps.protocol.memory import allocate, flat
 from spartito.ps.protocol.messages import PURPOSE, Errand, Hello, Reply
@@ -63,29 +65,80 @@ from spartito.wire.listening import listen
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `ParameterServerStrategy` was told beside its `Rules`; times in seconds."""
+    """How servers are run, and the work of workers is watched; times in seconds.
 
-    min_shard_bytes: int
-    wire_dtype: str | None
-    timeout: float
-    lease_seconds: float
-    snapshot_seconds: float
-    snapshot_dir: str | None
-    nan_limit: int
-    push_log: str | None
-    shared_memory: bool
+    Args:
+        replicas: On how many servers each value is.
+        min_shard_bytes: Each part of a tensor that is cut over servers keeps so many bytes.
+        wire_dtype: Of what is sent over a network; None is the model's own.
+        lease_seconds: A worker that is silent so long is given up.
+        snapshot_seconds: From one snapshot of a server to the next.
+        snapshot_dir: Where; None is ``SPARTITO_SNAPSHOT_DIR``, else a folder in ``/tmp``.
+        nan_limit: More pushes than so many that are not finite end the training.
+        push_log: Where servers record all their updates; None: nowhere.
+        shared_memory: Whether those of one machine share memory.
+        timeout: That a wait for another task may take.
+        recovery: How the job goes on without its chief; None: it ends.
+    """
+
+    replicas: int = 1
+    min_shard_bytes: int = 256 << 10
+    wire_dtype: str | None = None
+    lease_seconds: float = 10.0
+    snapshot_seconds: float = 10.0
+    snapshot_dir: str | None = None
+    nan_limit: int = 100
+    push_log: str | None = None
+    shared_memory: bool = True
+    timeout: float = 600.0
     recovery: Recovery | None = None
+
+    @classmethod
+    def of(cls, given: object) -> Options:
+        """What a user has said of servers.
+
+        Args:
+            given: A mapping of the fields above, but the last two; None: nothing.
+
+        Raises:
+            UserError: It names the key, and what it can be.
+        """
+        said = {} if given is None else given
+        kinds = {each.name: each.type for each in fields(cls) if each.name not in _OF_THE_JOB}
+        if not isinstance(said, Mapping):
+            do = 'Give them by name: servers={"snapshot_seconds": 30}.'
+            raise UserError(f"servers={said!r} is no dictionary", do)
+        for name, value in said.items():
+            if name not in kinds:
+                raise UserError(f"servers={{{name!r}: ...}}", nearest(str(name), kinds))
+            _check(name, value, str(kinds[name]))
+        found = cls(**said)
+        return replace(found, wire_dtype=check_wire_dtype(found.wire_dtype))
 
     @property
     def patience(self) -> float:
         """Seconds that the others wait for another process that is the chief."""
         return 0.0 if self.recovery is None else self.recovery.wait
 
-    def __post_init__(self) -> None:
-        if self.min_shard_bytes < 1:
-            raise UserError(
-                f"min_shard_bytes={self.min_shard_bytes}", "A part has at least one byte."
-            )
+
+_OF_THE_JOB = ("timeout", "recovery")
+_LEAST = {"min_shard_bytes": (1, "A part has at least one byte."), "nan_limit": (0, "0 or more.")}
+
+
+def _check(name: str, value: Any, kind: str) -> None:
+    """Refuse a value that a field of `Options` cannot have; ``kind`` is its annotation."""
+    said = f"servers={{{name!r}: {value!r}}}"
+    if kind == "float":
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (number and isfinite(value) and value > 0):
+            raise UserError(said, "Seconds: a number above 0.")
+        return
+    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "bool": (bool,)}
+    if type(value) not in kinds.get(kind, (str, type(None))):
+        raise UserError(said, f"It is of type {kind}.")
+    least, do = _LEAST.get(name, (None, ""))
+    if least is not None and value < least:
+        raise UserError(said, do)
 
 
 class Job:
@@ -116,6 +169,7 @@ class Job:
             servers=len(self._addresses),
             min_shard_bytes=options.min_shard_bytes,
             wire_dtype=options.wire_dtype,
+            replicas=options.replicas,
         )
         check_compensation(self.rules, self.vector.layout.learned_dtypes)
         self._whole = not is_elementwise(optimizer)

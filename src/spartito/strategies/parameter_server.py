@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -13,8 +15,7 @@ from spartito.engine.devices import choose_device
 from spartito.outer.groups import TOKENS, Asked
 from spartito.outer.optimizer import Outer
 from spartito.ps.job import Options
-from spartito.ps.protocol.codec import check_wire_dtype
-from spartito.ps.protocol.rules import Rules
+from spartito.ps.protocol.rules import Rules, stale_rules
 from spartito.steps.computation import WholeModel
 from spartito.steps.outer_loop import Outer as OuterLoop
 from spartito.steps.parts import Parts
@@ -43,12 +44,11 @@ class ParameterServerStrategy(Strategy):
         on_stale: What becomes of a push beyond the bound: "wait" lets it not happen, "reject" has
             it computed again, "scale" divides its learning rate by its staleness (Zhang et al.
             2016, arXiv:1511.05950) in units of the bound, "compensate" corrects its gradient g for
-            what the values w moved meanwhile: ``g + compensation * g * g * (w_now - w_pulled)``
-            (DC-ASGD, Zheng et al. 2017, arXiv:1609.08326). The last two take None as a bound of 0.
-        compensation: The strength of "compensate", 0 or more; None is as published: 0.04, and 2
-            with ``mean_square``.
-        mean_square: A decay, 0.95 as published, has the strength adapt: it is divided by the root
-            of a moving mean of each element's squared gradients.
+            what the values w moved meanwhile: ``g + strength * g * g * (w_now - w_pulled)``
+            (DC-ASGD, Zheng et al. 2017, arXiv:1609.08326), by 0.04 or, as
+            ``{"compensate": 0.1}``, another strength. ``{"compensate": 2, "mean_square": 0.95}``
+            has it adapt: it is divided by the root of a moving mean, of this decay, of each
+            element's squared gradients. The last two take None as a bound of 0.
         aggregate: How many pushes make one update.
         groups: Groups of workers that train apart, each with its own optimizer, and push what they
             have moved: their number, the workers of each (``[[0, 1], [2]]``), or "machine". Inside
@@ -59,22 +59,27 @@ class ParameterServerStrategy(Strategy):
             `LocalSGDStrategy`: None averages the models.
         quorum: So many groups are waited for and merged together; 1: nobody waits. A group that
             missed its meeting is merged alone when it comes; what is more than ``max_staleness``
-            merges old is rejected, and computed again from newer values.
-        grace: Seconds that others may come, once a quorum has.
+            merges old is rejected, and computed again from newer values. With
+            ``{"groups": 2, "grace": 0.5}`` others may come for half a second, once two have.
         weights: "tokens": a group counts for what its losses were divided by since its last push;
             "equal": all count the same.
-        replicas: 2 keeps every value on two servers, either of which may die: an update has its
-            reply when both have it. It takes an even number of servers.
-        min_shard_bytes: Tensors are cut over the servers where each part keeps so many bytes.
-        wire_dtype: "bf16" halves what is sent over a network; None sends the model's own dtype.
-        lease_seconds: A worker that is silent so long is given up, and others get its work.
-        snapshot_seconds: How often a server writes the state from which it starts again; the first
-            ones come sooner, after a tenth of this.
-        snapshot_dir: Where; None is ``SPARTITO_SNAPSHOT_DIR``, else a folder in ``/tmp``.
-        nan_limit: Pushes that are not finite are dropped; more than so many end the training.
-        push_log: A directory where every server records all its updates.
-        shared_memory: False sends everything by sockets, on one machine too.
+        servers: How they are run, as ``{"replicas": 2, "snapshot_seconds": 30}``:
 
+            * ``replicas``: 2 keeps every value on two servers, either of which may die: an update
+              has its reply when both have it. It takes an even number of servers.
+            * ``min_shard_bytes``: tensors are cut over the servers where each part keeps so many
+              bytes, 256 KiB.
+            * ``wire_dtype``: "bf16" halves what is sent over a network; None sends the model's own
+              dtype.
+            * ``lease_seconds``: a worker that is silent so long (10) is given up, and others get
+              its work.
+            * ``snapshot_seconds``: how often a server writes the state from which it starts again
+              (10); the first ones come sooner, after a tenth of this.
+            * ``snapshot_dir``: where; None is ``SPARTITO_SNAPSHOT_DIR``, else a folder in ``/tmp``.
+            * ``nan_limit``: pushes that are not finite are dropped; more than so many (100) end
+              the training.
+            * ``push_log``: a directory where every server records all its updates.
+            * ``shared_memory``: False sends everything by sockets, on one machine too.
     """
 
     name = "parameter_server"
@@ -82,25 +87,20 @@ class ParameterServerStrategy(Strategy):
     without = ("sync_batchnorm", "communication")
 
     max_staleness: int | None = None
-    on_stale: str = "wait"
-    compensation: float | None = None
-    mean_square: float | None = None
+    on_stale: str | Mapping[str, float] = "wait"
     aggregate: int = 1
     groups: Asked | None = None
     every: int = EVERY
     outer: Outer = None
-    quorum: int = 1
-    grace: float = 0.0
+    quorum: int | Mapping[str, float] = 1
     weights: str = TOKENS
-    replicas: int = 1
-    min_shard_bytes: int = 256 << 10
-    wire_dtype: str | None = None
-    lease_seconds: float = 10.0
-    snapshot_seconds: float = 10.0
-    snapshot_dir: str | None = None
-    nan_limit: int = 100
-    push_log: str | None = None
-    shared_memory: bool = True
+    servers: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rules = Rules(0, self.max_staleness, aggregate=self.aggregate, **stale_rules(self.on_stale))
+        apart = Apart.of(self.every, self.outer, self.quorum, self.weights)
+        self.__dict__["_asked"] = rules, Options.of(self.servers), apart
 
     def step_of(self, whole: Strategy, outer: OuterLoop | None = None) -> Step:
         """As `Strategy.step_of`: the steps of workers, which meet the servers alone.
@@ -113,30 +113,16 @@ class ParameterServerStrategy(Strategy):
             What this task does of them.
         """
         self._refuse_inside(whole, outer)
-        rules = Rules(
-            0, self.max_staleness, self.on_stale, self.aggregate,
-            compensation=self.compensation, mean_square=self.mean_square,
-        )  # fmt: skip
-        options = Options(
-            min_shard_bytes=self.min_shard_bytes,
-            wire_dtype=check_wire_dtype(self.wire_dtype),
-            timeout=time_limit(self.timeout),
-            lease_seconds=self.lease_seconds,
-            snapshot_seconds=self.snapshot_seconds,
-            snapshot_dir=self.snapshot_dir,
-            nan_limit=self.nan_limit,
-            push_log=self.push_log,
-            shared_memory=self.shared_memory,
-            recovery=Recovery.from_environment() if self.recovery is None else self.recovery,
-        )
+        rules, options, apart = self.__dict__["_asked"]
+        recovery = Recovery.from_environment() if self.recovery is None else self.recovery
+        options = replace(options, timeout=time_limit(self.timeout), recovery=recovery)
         device = choose_device(self.device, self.cluster)
         team = ServedTeam(self.name, self.job, device)
         if not team.is_evaluator:
             team.check(team.cluster)
         if team.task.type == "ps":
             team.device = torch.device("cpu")
-        asked = Apart(self.every, self.outer, self.quorum, self.grace, self.weights)
-        team.service = Service.of(team, rules, options, self.groups, asked, self.replicas)
+        team.service = Service.of(team, rules, options, self.groups, apart)
         return ServedStep(team, self.parts(team), flush_denormals=self.flush_denormals)
 
     def parts(self, team: Team) -> Parts:

@@ -175,7 +175,7 @@ def cut(layout: Layout, servers: int, min_bytes: int, whole: bool) -> tuple[Span
             + (
                 ": this optimizer works on whole tensors."
                 if whole
-                else f", or have tensors cut finer: ParameterServerStrategy(min_shard_bytes=N), "
+                else f', or have tensors cut finer: servers={{"min_shard_bytes": N}}, '
                 f"where N is less than {min_bytes}."
             ),
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from math import inf
+from typing import Any
 
 import msgspec
 
@@ -11,8 +13,8 @@ from spartito.errors import UserError
 from spartito.names import nearest
 
 ON_STALE = ("compensate", "reject", "scale", "wait")
-CONSTANT, ADAPTIVE = 0.04, 2.0
-"""The strengths of a compensation in Zheng et al. 2017, by whether it adapts."""
+PUBLISHED = 0.04
+"""The strength of a compensation in Zheng et al. 2017."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +58,17 @@ class Rules:
                 "0 averages all workers' pushes, n bounds the staleness, None lets nobody wait.",
             )
         if self.on_stale not in ON_STALE:
-            raise UserError(f"on_stale={self.on_stale!r}", nearest(self.on_stale, ON_STALE))
+            raise UserError(f"on_stale={self.on_stale!r}", nearest(str(self.on_stale), ON_STALE))
         if self.on_stale in ("compensate", "scale") and self.together:
             raise UserError(
                 f"on_stale={self.on_stale!r} with max_staleness=0",
                 "Pushes that are averaged step by step are never stale: leave one of them out.",
             )
-        self._check_compensation()
+        if self.mean_square is not None and self.replicas > 1:
+            raise UserError(
+                f"mean_square={self.mean_square} with replicas={self.replicas}",
+                "The mean of squares would be on one server alone: leave one of them out.",
+            )
         if self.aggregate < 1:
             raise UserError(f"aggregate={self.aggregate}", "At least one push makes an update.")
         if self.replicas not in (1, 2):
@@ -86,33 +92,6 @@ class Rules:
                 "That averages one push of every worker already: leave aggregate out.",
             )
 
-    def _check_compensation(self) -> None:
-        numbers = {"compensation": self.compensation, "mean_square": self.mean_square}
-        for name, value in numbers.items():
-            if value is None:
-                continue
-            if self.on_stale != "compensate":
-                raise UserError(
-                    f"{name}={value!r} with on_stale={self.on_stale!r}",
-                    'It is a number of on_stale="compensate": leave it out, or ask for that.',
-                )
-            most = inf if name == "compensation" else 1.0
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int | float)
-                or not (0 <= value < most)
-            ):
-                raise UserError(
-                    f"{name}={value!r}",
-                    "compensation is a strength of at least 0; mean_square, which makes it adapt, "
-                    "a decay of at least 0 and less than 1, as 0.95.",
-                )
-        if self.mean_square is not None and self.replicas > 1:
-            raise UserError(
-                f"mean_square={self.mean_square} with replicas={self.replicas}",
-                "The mean of squares would be on one server alone: leave one of them out.",
-            )
-
     def refuses(self, staleness: int, known: bool) -> bool:
         """Whether a push is to be computed again; ``known``: the values that it was computed with.
 
@@ -126,9 +105,7 @@ class Rules:
     @property
     def strength(self) -> float:
         """Of the compensation: as asked, or as published."""
-        if self.compensation is not None:
-            return self.compensation
-        return CONSTANT if self.mean_square is None else ADAPTIVE
+        return PUBLISHED if self.compensation is None else self.compensation
 
     @property
     def spans(self) -> int:
@@ -195,3 +172,33 @@ class Rules:
 
     def __str__(self) -> str:
         return msgspec.json.encode(asdict(self)).decode()
+
+
+def stale_rules(on_stale: object) -> dict[str, Any]:
+    """What a user has said of stale pushes, as `Rules` have it.
+
+    Args:
+        on_stale: One of `ON_STALE`, or ``{"compensate": 0.04, "mean_square": 0.95}``, the latter
+            perhaps left out.
+
+    Raises:
+        UserError: It is another one, or says no strength.
+    """
+    if not isinstance(on_stale, Mapping):
+        return {"on_stale": on_stale}
+    said = f"on_stale={dict(on_stale)!r}"
+    for name in on_stale:
+        if name not in ("compensate", "mean_square"):
+            raise UserError(said, nearest(str(name), ("compensate", "mean_square")))
+    strength, decay = on_stale.get("compensate"), on_stale.get("mean_square")
+    if not _is_number(strength, inf) or ("mean_square" in on_stale and not _is_number(decay, 1.0)):
+        raise UserError(
+            said,
+            "compensate is a strength of at least 0, as 0.04; mean_square, which makes it adapt, "
+            'a decay of at least 0 and less than 1: {"compensate": 2, "mean_square": 0.95}.',
+        )
+    return {"on_stale": "compensate", "compensation": strength, "mean_square": decay}
+
+
+def _is_number(value: object, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < most

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, nan
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,6 +14,7 @@ from spartito.cluster.spec import ClusterSpec, Task
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.errors import UserError
 from spartito.log import warn
+from spartito.names import nearest
 from spartito.outer.groups import (
     TOKENS,
     Asked,
@@ -44,6 +46,19 @@ class Apart:
     members: Members = ()
     """The workers of each group."""
 
+    @classmethod
+    def of(cls, every: int, outer: Outer, quorum: object, weights: str) -> Apart:
+        """What a user has said of groups; a ``quorum`` of a mapping has a ``grace`` too.
+
+        Raises:
+            UserError: A key of the mapping is neither.
+        """
+        said: Mapping[Any, Any] = quorum if isinstance(quorum, Mapping) else {"groups": quorum}
+        for name in said:
+            if name not in ("groups", "grace"):
+                raise UserError(f"quorum={dict(said)!r}", nearest(str(name), ("groups", "grace")))
+        return cls(every, outer, said.get("groups", 1), said.get("grace", 0.0), weights)
+
     def check(self, asked: Asked, cluster: ClusterSpec, workers: Sequence[Task]) -> Members:
         """The workers of each group; `UserError` for what those of ``cluster`` cannot be."""
         updates_between(self.every, None)
@@ -55,11 +70,15 @@ class Apart:
         if isinstance(quorum, bool) or not isinstance(quorum, int) or not 1 <= quorum <= count:
             raise UserError(
                 f"quorum={quorum!r} of {count} group{'s'[: count > 1]}",
-                f"So many groups are waited for: from 1 (nobody waits) to {count} (all).",
+                f"So many groups are waited for: from 1 (nobody waits) to {count} (all); "
+                'quorum={"groups": 1, "grace": 0.5} waits half a second for others.',
             )
         number = isinstance(grace, int | float) and not isinstance(grace, bool)
         if not number or not (isfinite(grace) and grace >= 0):
-            raise UserError(f"grace={grace!r}", "Seconds that others are waited for: 0 or more.")
+            raise UserError(
+                f"a grace of {grace!r}",
+                'Seconds that others may come, 0 or more: quorum={"groups": 1, "grace": 0.5}.',
+            )
         return members
 
     def optimizer(self, own: Optimizer) -> Optimizer:

@@ -80,7 +80,6 @@ class Service:
         options: Options,
         groups: Asked | None,
         asked: Apart,
-        replicas: int = 1,
     ) -> Service:
         """What was asked for of a job.
 
@@ -90,7 +89,6 @@ class Service:
             options: Of the job.
             groups: As under `ParameterServerStrategy`.
             asked: How these train apart.
-            replicas: On how many servers each value is.
 
         Raises:
             UserError: For what cannot be.
@@ -101,9 +99,9 @@ class Service:
                 "replaced",
                 "Add a chief that computes nothing (--chief), or leave it out.",
             )
-        if replicas > 1 and options.push_log:
+        if options.replicas > 1 and options.push_log:
             raise UserError(
-                f"push_log={options.push_log!r} with replicas={replicas}",
+                f"push_log={options.push_log!r} with replicas={options.replicas}",
                 "A server that copies from another has no record of the updates before: "
                 "leave one of them out.",
             )
@@ -112,7 +110,9 @@ class Service:
         found = apart(groups, asked, rules, whole, workers)
         members = members_of(found, workers)
         servers = len(team.cluster.addresses.get("ps", ()))
-        rules = dataclasses.replace(rules, workers=len(members), servers=servers, replicas=replicas)
+        rules = dataclasses.replace(
+            rules, workers=len(members), servers=servers, replicas=options.replicas
+        )
         service = cls(rules, options, found, workers, members)
         if service.in_groups and team.device.type != "cpu":
             raise UserError(
