@@ -91,7 +91,10 @@ def test_another_task_is_lost_while_they_share_the_state(
     """Some have taken over parameters, or made an update, and all meet once more."""
     cuts = strategy["name"] != "mirrored"
     module = "spartito.steps." + ("tensor_parallel" if cuts else "recovery")
-    spots = {(3, 6): MET if cuts else BACKWARD, (0, 6): Around(module, "share_state")}
+    spots: dict[tuple[int, int], Spot] = {
+        (3, 6): MET if cuts else BACKWARD,
+        (0, 6): Around(module, "share_state"),
+    }
     training = {"optimizer": "AdamW", "metrics": ["confusion_matrix"]}
     check(Plan(4, spots=spots, strategy=strategy, training=training), tmp_path)
 

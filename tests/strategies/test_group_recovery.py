@@ -70,7 +70,7 @@ def heard(die: Callable[[], None]) -> None:
 @pytest.mark.parametrize("step", [3, 6])
 def test_another_task_is_lost_while_they_share_the_state(step: int, tmp_path: Path) -> None:
     """At a meeting and between two, in another group."""
-    spots = {
+    spots: dict[tuple[int, int], Spot] = {
         (3, step): GIVEN if step == 3 else REDUCED,
         (0, step): Around("spartito.steps.group_recovery", "share_state"),
     }
