@@ -52,6 +52,10 @@ class UserError(SpartitoError):
     exit_code = EXIT_USER
 
 
+class RefusedCallError(UserError, RuntimeError):
+    """A call of tensors that cannot be served: a type that has no sum, another device."""
+
+
 class CorruptSampleError(UserError):
     """One example of a data set cannot be read: the loader skips, counts and names it."""
 

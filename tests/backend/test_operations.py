@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spartito.backend.arithmetic import arithmetic
+from spartito.collectives.arithmetic import arithmetic
 from tests.backend import jobs
 from tests.backend.operations import (
     COMPLEX,

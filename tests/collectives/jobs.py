@@ -375,7 +375,7 @@ def join_in(
     assert rank or not missing  # rank 0, which keeps the store, may be gone as soon as we are here
     group = SharedMemoryCollective(members, directories=[Path(d) for d in directories])
     where = Path(
-        os.readlink("/proc/self/fd/" + str(group._lives._files[group.rank])).split(" ")[0]
+        os.readlink("/proc/self/fd/" + str(group.memory._lives._files[group.rank])).split(" ")[0]
     ).parent
     if reducer:
         group.reducer(reducer, torch.uint8, torch.device("cpu"))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spartito.collectives.collective import Collective
-from spartito.collectives.shared_memory import SLOT
+from spartito.collectives.memory import SMALL
 from spartito.errors import UserError
 from tests.collectives.group import join
 
@@ -39,7 +39,7 @@ def shaped(kind: str, rank: int, dtype: torch.dtype) -> Tensor:
         return image.to(memory_format=torch.channels_last)
     if kind == "scalar":
         return values(rank, 1, dtype)[0]
-    sizes = {"empty": 0, "one": 1, "odd": 13, "slot": SLOT // dtype.itemsize}
+    sizes = {"empty": 0, "one": 1, "odd": 13, "slot": SMALL // dtype.itemsize}
     sizes["over"] = 2 * sizes["slot"] + 5
     return values(rank, sizes[kind], dtype)
 
@@ -107,7 +107,7 @@ def _rows_and_bytes(group: Collective, check: Any) -> None:
     rows = [torch.zeros(0, 5).double() if r else torch.full((2, 3), 1.0) for r in ranks]
     for got, count in zip(group.all_gather_rows(rows[rank]), [2] + [0] * len(ranks), strict=False):
         check("rows of one", got, torch.ones(count, 3))
-    for long in (0, 3, 2 * SLOT):
+    for long in (0, 3, 40 * SMALL):
         texts = [bytes([65 + r]) * (long * r + r) for r in ranks]
         heard = group.all_gather_bytes(texts[rank])
         check(f"bytes {long}", torch.tensor(heard == texts), torch.tensor(True))

@@ -14,9 +14,9 @@ import torch
 
 from spartito.cluster.limits import time_limit
 from spartito.collectives.collective import MAX_PIGGYBACKED
+from spartito.collectives.memory import LARGE
 from spartito.collectives.rendezvous import connect
 from spartito.collectives.segment import Segment
-from spartito.collectives.shared_memory import SLOT
 from spartito.collectives.store import ask
 from spartito.errors import TaskLostError, UserError
 from tests.collectives import jobs
@@ -277,7 +277,7 @@ def test_no_space_anywhere_ends_all(full: Path) -> None:
             group.start(rank, jobs.join_in, 2, port, [str(full)], 0)
         kind, text = group.result(0)
         assert kind == "UserError"
-        assert f"no space for 4.2 MB of shared memory in {full}" in text
+        assert f"no space for 0.5 MB of shared memory in {full}" in text
         assert "--shm-size" in text
         # Rank 0 may be gone before rank 1 has asked for its reason.
         kind, text = group.result(1)
@@ -290,11 +290,11 @@ def test_no_space_for_the_gradients_ends_all(tight: Path) -> None:
     port = free_port()
     with running() as group:
         for rank in range(2):
-            group.start(rank, jobs.join_in, 2, port, [str(tight)], 10**6)
+            group.start(rank, jobs.join_in, 2, port, [str(tight)], 3 * 10**6)
         for rank in range(2):
             kind, text = group.result(rank)
             assert kind == "UserError"
-            assert f"no space for 3.0 MB of shared memory in {tight}" in text
+            assert f"no space for 9.0 MB of shared memory in {tight}" in text
     assert list(tight.iterdir()) == []
 
 
@@ -356,4 +356,4 @@ def test_what_a_killed_job_left_is_removed_by_the_next_one(tmp_path: Path) -> No
 
 def test_a_line_holds_what_a_step_brings() -> None:
     assert MAX_PIGGYBACKED >= 4
-    assert SLOT % 64 == 0
+    assert LARGE % 64 == 0

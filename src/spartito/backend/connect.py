@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from spartito.backend.errors import LostRankError, RefusedCallError
+from spartito.backend.errors import LostRankError
 from spartito.backend.layers import TwoLayers
 from spartito.backend.machine import OneMachine
 from spartito.backend.machines import SeveralMachines
@@ -22,7 +22,7 @@ from spartito.collectives.store import Membership
 from spartito.collectives.torch_store import OfTorch
 from spartito.collectives.versions import Versions, check_versions
 from spartito.device import cgroup_quota
-from spartito.errors import UserError
+from spartito.errors import RefusedCallError, UserError
 from spartito.names import ENV_INTERFACE
 from spartito.wire.addresses import DRAWN, Endpoint, is_loopback
 from spartito.wire.interfaces import ELSEWHERE, own_address

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spartito.errors import MismatchedCallsError, TaskLostError, UserError
-
-
-class RefusedCallError(UserError, RuntimeError):
-    """A call that the backend cannot serve: a type that cannot be summed, another device."""
+from spartito.errors import MismatchedCallsError, TaskLostError
 
 
 class DifferentCallsError(MismatchedCallsError, RuntimeError):

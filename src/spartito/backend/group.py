@@ -16,18 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spartito.backend.arithmetic import Arithmetic, arithmetic
 from spartito.backend.calls import encode
 from spartito.backend.connect import beside, operations_of, refuse_others, renew
 from spartito.backend.dynamo import skip
-from spartito.backend.errors import RefusedCallError
 from spartito.backend.identity import Identity
-from spartito.backend.memory import Bytes
 from spartito.backend.operations import Operations
-from spartito.backend.rows import joined, row_to_read, written
 from spartito.backend.sparse import sum_sparse
 from spartito.backend.splits import check_splits, parts_of
 from spartito.backend.work import Done, Receive
+from spartito.collectives.arithmetic import Arithmetic, arithmetic
+from spartito.collectives.memory import Bytes
+from spartito.collectives.rows import joined, row_to_read, written
+from spartito.errors import RefusedCallError
 
 NAMES = {
     dist.ReduceOp.SUM: "SUM",

@@ -18,14 +18,15 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from torch import Tensor
 
-from spartito.backend.arithmetic import Arithmetic
+from spartito.backend.alarm import RankAlarm
 from spartito.backend.errors import DifferentCallsError, LostRankError
 from spartito.backend.machines import SeveralMachines
-from spartito.backend.memory import Bytes, Memory
 from spartito.backend.operations import Alone
-from spartito.backend.shared import SharedMemoryOperations, add_up
 from spartito.backend.wire import NOTHING, Wire
 from spartito.backend.work import Done, Receive
+from spartito.collectives.arithmetic import Arithmetic
+from spartito.collectives.memory import Bytes, Memory
+from spartito.collectives.memory_operations import SharedMemoryOperations, add_up
 from spartito.collectives.placement import Placement
 from spartito.collectives.store import Membership
 
@@ -95,7 +96,8 @@ class TwoLayers:
             if len(self._here) > 1:
                 names = [group.names[rank] for rank in self._here]
                 neighbours = replace(group, rank=self._here.index(wire.rank), names=names)
-                memory = Memory(neighbours.under(f"machine/{self._machine}"), spins)
+                neighbours = neighbours.under(f"machine/{self._machine}")
+                memory = Memory(neighbours, spins, RankAlarm(neighbours))
                 self._inside = _Neighbours(memory)
             wire.meet()  # so that no other machine goes on where one has no memory
         except BaseException:

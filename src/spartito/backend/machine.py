@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from spartito.backend.mail import Mail
-from spartito.backend.memory import Memory
-from spartito.backend.shared import SharedMemoryOperations
+from spartito.backend.alarm import RankAlarm
+from spartito.backend.mail import RESERVE, Mail
 from spartito.backend.work import Done, Receive
+from spartito.collectives.memory import Memory
+from spartito.collectives.memory_operations import SharedMemoryOperations
 from spartito.collectives.store import Membership
 
 
@@ -22,7 +23,7 @@ class OneMachine(SharedMemoryOperations):
     address = ""
 
     def __init__(self, group: Membership, spins: bool) -> None:
-        super().__init__(Memory(group, spins))
+        super().__init__(Memory(group, spins, RankAlarm(group), reserve=RESERVE))
         self._mail = Mail(self.memory)
         self.begin = self.memory.begin
 

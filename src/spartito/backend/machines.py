@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from spartito.backend.arithmetic import Arithmetic
-from spartito.backend.memory import Bytes
-from spartito.backend.shared import add_up, copy, slices
 from spartito.backend.wire import NOTHING, Wire
 from spartito.backend.work import Done, Receive
+from spartito.collectives.arithmetic import Arithmetic
+from spartito.collectives.memory import Bytes
+from spartito.collectives.memory_operations import add_up, copy, slices
 from spartito.collectives.tcp import SMALL
 
 

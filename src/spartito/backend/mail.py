@@ -19,11 +19,12 @@ import numpy as np
 from torch import Tensor
 
 from spartito.backend.calls import different, encode
-from spartito.backend.errors import RefusedCallError
-from spartito.backend.memory import PAGE, RESERVE, Memory, bytes_of
-from spartito.backend.rows import row_to_read, written
 from spartito.backend.work import Done, Receive
+from spartito.collectives.memory import PAGE, Memory, bytes_of
+from spartito.collectives.rows import row_to_read, written
+from spartito.errors import RefusedCallError
 
+RESERVE = 16 << 30  # bytes of addresses that each rank has for messages; space is taken when used
 CELLS = 256  # messages of a pair that may be under way
 CELL = 8  # numbers of a cell
 RING = CELLS * CELL * 8  # bytes

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from spartito.backend.arithmetic import Arithmetic
-from spartito.backend.errors import RefusedCallError
-from spartito.backend.memory import Bytes
 from spartito.backend.work import Done, Receive
+from spartito.collectives.arithmetic import Arithmetic
+from spartito.collectives.memory import Bytes
+from spartito.errors import RefusedCallError
 
 
 class Operations(Protocol):

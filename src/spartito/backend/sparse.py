@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spartito.backend.errors import DifferentCallsError, RefusedCallError
+from spartito.backend.errors import DifferentCallsError
 from spartito.backend.operations import Operations
-from spartito.backend.rows import check_device, row_of
+from spartito.collectives.rows import check_device, row_of
+from spartito.errors import RefusedCallError
 
 
 def sum_sparse(operations: Operations, tensor: Tensor, size: int, reduction: str) -> None:

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spartito.backend.errors import DifferentCallsError, RefusedCallError
-from spartito.backend.memory import Bytes
+from spartito.backend.errors import DifferentCallsError
+from spartito.collectives.memory import Bytes
+from spartito.errors import RefusedCallError
 
 
 def parts_of(row: Bytes, tensor: Tensor, splits: Sequence[int] | None, ranks: int) -> list[Bytes]:

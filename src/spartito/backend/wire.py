@@ -2,66 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from torch import Tensor
 
-from spartito.backend.calls import different, encode
-from spartito.backend.errors import (
-    LostRankError,
-    RefusedCallError,
-    gone,
-    heard,
-    last_words,
-    late,
-)
-from spartito.backend.memory import Bytes
-from spartito.backend.rows import row_to_read, written
+from spartito.backend.alarm import RankAlarm
+from spartito.backend.calls import encode
+from spartito.backend.errors import LostRankError
 from spartito.backend.work import Done, Receive
 from spartito.collectives.connections import Connections, Wanted
 from spartito.collectives.links import MOST, Views
+from spartito.collectives.memory import Bytes
 from spartito.collectives.peers import connect_all
+from spartito.collectives.rows import row_to_read, written
 from spartito.collectives.store import Membership
-from spartito.errors import TaskLostError
+from spartito.errors import RefusedCallError, TaskLostError
 from spartito.waiting import Waiting
 from spartito.wire.addresses import Endpoint
 from spartito.wire.secret import Key
 
 NOTHING: Bytes = np.empty(0, dtype=np.uint8)
-
-
-class _Alarm:
-    """The errors of a group of ranks, which are torch's `RuntimeError` too."""
-
-    def __init__(self, group: Membership) -> None:
-        self._names, self._rank, self._timeout = group.names, group.rank, group.timeout
-
-    def different(self, calls: Mapping[int, int], notes: Mapping[int, str]) -> BaseException:
-        """As `spartito.collectives.connections.Alarm`, and so all of these."""
-        return different({self._names[r] + notes.get(r, ""): calls[r] for r in calls})
-
-    def gone(self, ranks: Sequence[int]) -> BaseException:
-        return gone([self._names[rank] for rank in ranks], self._names[self._rank])
-
-    def late(self, ranks: Sequence[int]) -> BaseException:
-        return late([self._names[rank] for rank in ranks], self._timeout)
-
-    def broken(self, rank: int) -> BaseException:
-        name = self._names[rank]
-        return LostRankError(f"{name} sent what is no frame", f"End {name}.")
-
-    def left(self) -> BaseException:
-        return LostRankError("a call of a group that was destroyed", "Make a new group.")
-
-    def said(self, error: BaseException) -> bytes:
-        return last_words(error)
-
-    def heard(self, words: bytes) -> BaseException:
-        return heard(words)
-
-    def look(self, ranks: Sequence[int]) -> None:
-        pass
 
 
 class Wire:
@@ -82,8 +43,7 @@ class Wire:
             what, _, do = str(error).partition("\n  ")
             raise LostRankError(what, do) from error
         waiting = Waiting(group.rank, group.names)
-        self._alarm = _Alarm(group)
-        self._all = Connections(group.rank, found, waiting, group.timeout, self._alarm)
+        self._all = Connections(group.rank, found, waiting, group.timeout, RankAlarm(group))
         self.peers = self._all.peers
         self.begin, self.leave, self.close = self._all.begin, self._all.leave, self._all.close
         try:
@@ -95,7 +55,7 @@ class Wire:
 
     def limit_to(self, seconds: float, patience: float | None = None) -> None:
         """Let each wait take no longer than ``seconds``, and ``patience`` more."""
-        self._all.timeout = self._alarm._timeout = seconds
+        self._all.timeout = seconds
         self._all.patience = self._all.patience if patience is None else patience
 
     def meet(self) -> None:

@@ -12,41 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from spartito.collectives.alarm import LineAlarm
 from spartito.collectives.links import FAREWELL, MESSAGE, PART, BrokenFrameError, Link, Views, Want
 from spartito.waiting import Waiting
 from spartito.wire.streams import Connection
 
 CHECK_SECONDS = 0.25  # of one sleep: then it is asked whether the limit is over, and who lives
-
-
-class Alarm(Protocol):
-    """What a wait that cannot end well means: the errors of a group, which name its tasks."""
-
-    def different(self, calls: Mapping[int, int], notes: Mapping[int, str]) -> BaseException:
-        """Ranks are at other calls: their tags, and what else tells them apart."""
-
-    def gone(self, ranks: Sequence[int]) -> BaseException:
-        """Ranks have closed their connection, without a word."""
-
-    def late(self, ranks: Sequence[int]) -> BaseException:
-        """Nothing has moved with these within the limit."""
-
-    def broken(self, rank: int) -> BaseException:
-        """A rank has sent what is no frame."""
-
-    def left(self) -> BaseException:
-        """This task has closed its connections."""
-
-    def said(self, error: BaseException) -> bytes:
-        """The last words of this task, because of an error."""
-
-    def heard(self, words: bytes) -> BaseException:
-        """The error that another task has ``said``."""
-
-    def look(self, ranks: Sequence[int]) -> None:
-        """Raise if one of these is certainly gone; asked again and again while they are late."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +50,7 @@ class Connections:
         given: Mapping[int, Connection],
         waiting: Waiting,
         timeout: float,
-        alarm: Alarm,
+        alarm: LineAlarm,
     ) -> None:
         self.rank, self.size = rank, len(given) + 1
         self.timeout, self.patience = timeout, 0.0
@@ -220,7 +192,7 @@ class Connections:
                 start, before = now, total
                 self.moved()
             elif now - start > limit:
-                raise self._fail(self._alarm.late(here))
+                raise self._fail(self._alarm.late(here, self.timeout))
             else:
                 self._waiting.look(now - start, here, self.timeout)
                 self._alarm.look(here)

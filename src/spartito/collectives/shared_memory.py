@@ -1,24 +1,18 @@
-"""Replicas of one machine share a mapped file: each reduces its slice, and all read the result.
+"""A group of tasks on one machine: sums where the gradients lie, by memory that all have mapped.
 
-The mapping holds, per rank, a line with the number of times that it synchronized and the tags
-of the last two calls, lines of piggybacked scalars, and two slots of scratch (one is read while
-the other is written, so one synchronization per call is enough):
-
-    | came 0 | scalars 0 | came 1 | scalars 1 | slot A: rank 0, rank 1 | slot B: rank 0, rank 1 |
-
-Plain stores are seen in order on x86-64, so flags need no fences there; `supported` says so.
-A rank's life is a file lock, which the kernel drops when its process ends, however it ends.
+What all do in a step, `synchronize` and a few scalars beside, takes one meeting; what is repeated
+(`reducer`, `slices`) has memory of its own, in which nothing is copied that nobody reads. Other
+operations go through the slots of `Memory`, as those of the `torch.distributed` backend do.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import select
 import struct
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -26,6 +20,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from spartito.collectives.alarm import TaskAlarm
+from spartito.collectives.arithmetic import arithmetic
 from spartito.collectives.calls import encode, waiting_in
 from spartito.collectives.collective import (
     MAX_PIGGYBACKED,
@@ -34,21 +30,19 @@ from spartito.collectives.collective import (
     Reducer,
     add_piggybacked,
 )
-from spartito.collectives.lives import Lives
+from spartito.collectives.memory import DIRECTORIES, LARGE, Memory
+from spartito.collectives.memory_operations import SharedMemoryOperations
+from spartito.collectives.rows import row_of
 from spartito.collectives.segment import Segment
 from spartito.collectives.slices import Slices
 from spartito.collectives.store import Membership
 from spartito.device import affinity, own_cgroup
-from spartito.errors import TaskLostError, UserError
-from spartito.heartbeat import dump_stacks, last_words, resume, waits
-from spartito.waiting import Waiting
+from spartito.errors import SpartitoError, TaskLostError, UserError
+from spartito.heartbeat import dump_stacks, last_words
 
 LINE = 64  # bytes of a cache line: no two ranks write into the same one
-CELL = LINE + -(-MAX_PIGGYBACKED * 8 // LINE) * LINE  # of each rank: its flags, its scalars
+CELL = -(-MAX_PIGGYBACKED * 8 // LINE) * LINE  # bytes of the scalars of a rank, in each turn
 SCALARS = [struct.Struct(f"={count}d") for count in range(MAX_PIGGYBACKED + 1)]
-SLOT = 1 << 20  # bytes of scratch per rank
-SPINS = 1000  # about 60 us of looking before the core is offered to others
-CHECK_SECONDS = 0.05  # how often a waiter asks whether the others are alive
 
 
 def supported() -> bool:
@@ -88,6 +82,39 @@ class Cores(msgspec.Struct, frozen=True):
         )
 
 
+class _Alarm(TaskAlarm):
+    """The errors of a group of tasks of one machine."""
+
+    def __init__(self, group: SharedMemoryCollective) -> None:
+        super().__init__(group)
+        self._group = weakref.proxy(group)
+
+    def gone(self, ranks: Sequence[int]) -> BaseException:
+        names = self._group.names
+        who = " and ".join(names[rank] for rank in ranks)
+        is_gone = "is gone: its process" if len(ranks) == 1 else "are gone: their processes"
+        return TaskLostError(
+            f"{who} {is_gone} ended while {names[self._group.rank]} waited"
+            + "".join(last_words(names[rank]) for rank in ranks),
+            f"Look at the last lines of {who}." + dump_stacks(f"{who} {is_gone.partition(':')[0]}"),
+        )
+
+    def late(self, ranks: Sequence[int], limit: float) -> BaseException:
+        group = self._group
+        who = " and ".join(group.names[rank] for rank in ranks)
+        said = f"{who} did not come within {limit:g} s"
+        memory: Memory | None = vars(group).get("memory")
+        if memory is None:  # we did not meet
+            return TaskLostError(said)
+        return TaskLostError(
+            f"{said}; {'its process lives' if len(ranks) == 1 else 'their processes live'}"
+            + "".join(last_words(group.names[rank]) for rank in ranks),
+            f"{waiting_in(group.current_call.tag)}It may be stopped, busy elsewhere, or at "
+            "another call than the others. SPARTITO_TIMEOUT sets the limit in seconds."
+            + dump_stacks(f"{who} did not come"),
+        )
+
+
 class SharedMemoryCollective(Collective):
     """A group of tasks on one machine.
 
@@ -101,74 +128,68 @@ class SharedMemoryCollective(Collective):
         self,
         group: Membership,
         spins: bool = False,
-        directories: Sequence[Path] = (Path("/dev/shm"), Path(tempfile.gettempdir())),
+        directories: Sequence[Path] = DIRECTORIES,
     ) -> None:
         super().__init__()
-        self.rank = rank = group.rank
-        self.world_size = group.size
-        self.timeout = group.timeout
-        self.waiting = Waiting(rank, group.names)
-        self.names = group.names
-        self._directories = [path for path in directories if path.is_dir()]
-        self._spins = SPINS if spins else 0
-        self._sequence = 0
-        self._parity = 0
-        head = CELL * self.world_size
-        size = head + 2 * SLOT * self.world_size
+        self.rank, self.world_size, self.names = group.rank, group.size, group.names
+        self._limit = group.timeout
+        self.memory = memory = Memory(
+            group, spins, _Alarm(self), beside=2 * CELL, directories=directories
+        )
+        self.waiting, memory.waited = memory.waiting, partial(_count, weakref.ref(self))
+        self._operations = SharedMemoryOperations(memory, most=LARGE)
+        self._map = memory.segment.map
+        self._scalars = [
+            [memory.beside_at + (2 * rank + turn) * CELL for rank in range(group.size)]
+            for turn in (0, 1)
+        ]
 
-        self._segment = segment = self._segment_for_all(size, self._teller(group))
-        self._came = memoryview(segment.map).cast("q")
-        self._slots = [
-            [segment.tensor(head + SLOT * (part * self.world_size + r), SLOT, torch.uint8)
-             for r in range(self.world_size)]
-            for part in (0, 1)
-        ]  # fmt: skip
-        self._own = self._cell(rank)
-        self._others = [(r, self._cell(r)) for r in range(self.world_size) if r != rank]
-        self._scalars = [self._cell(r) * 8 + LINE for r in range(self.world_size)]
-        try:
-            self._lives = Lives(rank, lambda r: segment.path.with_name(f"{segment.path.name}.{r}"))
-            try:
-                if missing := group.under("life").missing():
-                    said = f"{' and '.join(missing)} did not come within {self.timeout:g} s"
-                    raise TaskLostError(said)
-                self._lives.open(self.world_size)
-                self.barrier()
-            except BaseException:
-                self.close()
-                raise
-            finally:
-                self._lives.unlink()
-        finally:
-            self._unlink(segment)
+    @property
+    def timeout(self) -> float:
+        """Seconds that a wait for another task may take."""
+        return self._limit
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._limit = self.memory.timeout = seconds
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
-        def add(parts: list[Tensor], into: Tensor) -> None:
-            into.copy_(parts[0])
-            for part in parts[1:]:
-                into.add_(part)
-
-        return self._exchange(tensor, add)
+        row, way = self._begin(tensor), arithmetic("SUM", tensor.dtype)
+        self._operations.all_reduce(row_of(row), way)
+        return _put(tensor, row)
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        results = [torch.empty_like(tensor, memory_format=torch.contiguous_format).view(-1)
-                   for _ in range(self.world_size)]  # fmt: skip
-        done = 0
-
-        def keep(parts: list[Tensor], into: Tensor) -> None:
-            nonlocal done
-            for result, part in zip(results, parts, strict=True):
-                result[done : done + part.numel()] = part
-            done += into.numel()
-
-        self._exchange(tensor, keep)
-        return [result.view(tensor.shape) for result in results]
+        row = self._begin(tensor)
+        found = [torch.empty_like(row) for _ in range(self.world_size)]
+        self._operations.all_gather(row_of(row), [row_of(each) for each in found])
+        return found
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        return self._exchange(tensor, lambda parts, into: into.copy_(parts[source]))
+        row = self._begin(tensor)
+        self._operations.broadcast(row_of(row), source)
+        self.memory.catch_up()  # the source too hears of other calls in this one
+        return _put(tensor, row)
+
+    def _reduce_scatter(self, rows: Tensor) -> Tensor:
+        row, way = self._begin(rows), arithmetic("SUM", rows.dtype)
+        found = torch.empty_like(row[0])
+        self._operations.reduce_scatter([row_of(each) for each in row], row_of(found), way)
+        return found
+
+    def _all_to_all(self, rows: Tensor) -> Tensor:
+        row = self._begin(rows)
+        found = torch.empty_like(row)
+        out, into = ([row_of(each) for each in of] for of in (row, found))
+        self._operations.exchange(out, into, row[0].nbytes)
+        return found
 
     def _barrier(self) -> None:
         self.synchronize()
+
+    def _begin(self, tensor: Tensor) -> Tensor:
+        """Begin the current call: its tensor as one block, in an order of its own perhaps."""
+        self.memory.begin(self.current_call.tag)
+        return tensor.detach().contiguous()
 
     def _reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
         if device.type != "cpu":
@@ -182,155 +203,52 @@ class SharedMemoryCollective(Collective):
         With ``has_view`` they are mapped once more, so that what is written there stays here.
         """
         with self.current_call.call(encode("shared memory", size, torch.uint8)):
-            segment = self._segment_for_all(
-                size, lambda text: self.all_gather_bytes(text.encode())[0].decode()
-            )
-            try:
-                if has_view:
-                    segment.open_view()
-                self.barrier()
-            finally:
-                self._unlink(segment)
-        return segment
+            self.memory.begin(self.current_call.tag)
+            return self.memory.shared(size, has_view)
 
     def slices(self, size: int, numel: int, dtype: torch.dtype | None) -> Slices:
         """Memory for a row of ``size`` bytes that is reduced slice by slice, as `reducer`."""
         return Slices(self, size, self.tag_of_sum(numel, dtype))
 
+    def abort(self, error: SpartitoError) -> None:
+        self.memory.leave(error)
+        self.close()
+
     def close(self) -> None:
-        self._lives.close()
+        self.memory.close()
 
     def synchronize(self) -> None:
         """Wait until all are here, at the same call."""
-        self._sequence = sequence = self._sequence + 1
-        came, own, tag = self._came, self._own, self.current_call.tag
-        call = 2 + (sequence & 1)  # of two in turn: the next may be written while this one is read
-        came[own + call] = tag
-        came[own] = sequence
-        for rank, cell in self._others:
-            if came[cell] < sequence:
-                self._wait(rank, cell, sequence)
-            if came[cell + call] != tag:
-                self._compare(rank, came[cell + call])
+        self.memory.meet_at(self.current_call.tag)
 
     def heartbeat(self) -> None:
         """Show those who wait for us that we make progress: their limit begins anew."""
-        self._came[self._own + 1] += 1
+        self.memory.beat()
 
     def exchange_piggybacked(self, piggybacked: Piggybacked) -> Piggybacked:
         """Synchronize, and return the sum of each scalar over the replicas."""
-        count = len(piggybacked)
-        if count > MAX_PIGGYBACKED:  # one more would lie on the next rank's flag
+        count, memory = len(piggybacked), self.memory
+        if count > MAX_PIGGYBACKED:  # one more would lie on the next rank's
             raise ValueError(f"{count} piggybacked scalars, of {MAX_PIGGYBACKED} at most")
-        memory, packing = self._segment.map, SCALARS[count]
-        packing.pack_into(memory, self._scalars[self.rank], *piggybacked)
-        self.synchronize()
-        parts = [packing.unpack_from(memory, start) for start in self._scalars]
-        return add_piggybacked(parts)
+        if memory.met < memory.step:
+            memory.catch_up()
+        packing, starts = SCALARS[count], self._scalars[memory.step & 1]
+        packing.pack_into(self._map, starts[self.rank], *piggybacked)
+        memory.meet_at(self.current_call.tag)
+        return add_piggybacked([packing.unpack_from(self._map, start) for start in starts])
 
-    def _cell(self, rank: int) -> int:
-        return rank * CELL // 8
 
-    def _wait(self, rank: int, cell: int, sequence: int) -> None:
-        began, before = time.perf_counter(), waits()
-        self._look_for(rank, cell, sequence)
-        resume(before)
-        self.traffic.waited += time.perf_counter() - began
+def _count(group: weakref.ref[SharedMemoryCollective], seconds: float) -> None:
+    """Count a wait as the group's."""
+    if (found := group()) is not None:
+        found.traffic.waited += seconds
 
-    def _look_for(self, rank: int, cell: int, sequence: int) -> None:
-        came = self._came
-        for _ in range(self._spins):
-            if came[cell] >= sequence:
-                return
-        start = checked = moved = time.monotonic()
-        beat = came[cell + 1]
-        while came[cell] < sequence:
-            now = time.monotonic()
-            if now - start < 0.0005:
-                # Gives up the interpreter's lock, so that threads that read data go on.
-                select.select([], [], [], 0)
-                os.sched_yield()
-            else:
-                time.sleep(0.00005 if now - start < 1 else 0.001)
-            if now - checked > CHECK_SECONDS:
-                checked = now
-                if came[cell + 1] != beat:
-                    beat, moved = came[cell + 1], now
-                late = [other for other, its in self._others if came[its] < sequence]
-                self.waiting.look(now - start, late, self.timeout)
-                self._check(rank, cell, sequence, now - moved)
 
-    def _check(self, rank: int, cell: int, sequence: int, waited: float) -> None:
-        alive = self._lives.alive(rank)
-        if self._came[cell] >= sequence:  # it came, and then left: all is well
-            return
-        if not alive:
-            raise TaskLostError(
-                f"{self.names[rank]} is gone: its process ended while "
-                f"{self.names[self.rank]} waited for it{last_words(self.names[rank])}",
-                f"Look at the last lines of {self.names[rank]}."
-                + dump_stacks(f"{self.names[rank]} is gone"),
-            )
-        if waited > self.timeout:
-            raise TaskLostError(
-                f"{self.names[rank]} did not come within {self.timeout:g} s; its process lives"
-                + last_words(self.names[rank]),
-                f"{waiting_in(self.current_call.tag)}It may be stopped, busy elsewhere, or at "
-                "another call than the others. SPARTITO_TIMEOUT sets the limit in seconds."
-                + dump_stacks(f"{self.names[rank]} did not come"),
-            )
-
-    def _segment_for_all(self, size: int, tell: Callable[[str], str]) -> Segment:
-        """A segment that rank 0 makes and the others map; all raise if there is no space for it.
-
-        ``tell`` gives what rank 0 says to all.
-        """
-        if self.rank != 0:
-            path, _, refusal = tell("").partition("\n")
-            if refusal:
-                raise UserError(f"{self.names[0]}: {refusal}")
-            return Segment.attach(Path(path), size)
-        try:
-            segment = Segment.create(size, self._directories)
-        except UserError as error:
-            tell(f"\n{error}")
-            raise
-        try:
-            tell(str(segment.path))
-        except BaseException:
-            self._unlink(segment)
-            raise
-        return segment
-
-    def _unlink(self, segment: Segment) -> None:
-        """Take the name away: who has mapped the file keeps it, and nothing is left behind."""
-        if self.rank == 0:
-            segment.path.unlink(missing_ok=True)
-
-    def _teller(self, group: Membership) -> Callable[[str], str]:
-        def tell(text: str) -> str:
-            if self.rank == 0:
-                group.store.set("segment", text.encode())
-                return text
-            return group.ask(lambda: group.store.get("segment").decode())
-
-        return tell
-
-    def _exchange(self, tensor: Tensor, use: Callable[[list[Tensor], Tensor], object]) -> Tensor:
-        """Show ``tensor`` to all, slot by slot; ``use`` gets all parts and where ours came from."""
-        flat = tensor.detach().contiguous().view(-1)
-        step = SLOT // flat.element_size()
-        for start in range(0, max(1, flat.numel()), step):
-            chunk = flat[start : start + step]
-            self._parity = 1 - self._parity
-            size = chunk.numel() * chunk.element_size()
-            parts = [slot[:size].view(flat.dtype) for slot in self._slots[self._parity]]
-            parts[self.rank].copy_(chunk)
-            self.synchronize()
-            use(parts, chunk)
-        if flat.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(flat.view(tensor.shape))
-        return tensor
+def _put(tensor: Tensor, row: Tensor) -> Tensor:
+    """``tensor``, with the values of ``row``, which may be itself."""
+    if row.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(row)
+    return tensor
 
 
 class SharedReducer:

@@ -17,13 +17,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from spartito.collectives.calls import encode, mismatch
-from spartito.collectives.collective import HALF, Collective, Piggybacked, Reducer, added, left
+from spartito.collectives.alarm import TaskAlarm
+from spartito.collectives.calls import encode
+from spartito.collectives.collective import HALF, Collective, Piggybacked, Reducer, added
 from spartito.collectives.connections import Connections, Wanted
-from spartito.collectives.links import MOST_TEXT, Views
+from spartito.collectives.links import Views
 from spartito.collectives.liveness import LivenessCheck
 from spartito.collectives.peers import connect_all
-from spartito.collectives.store import Membership, error_from_text, error_to_text
+from spartito.collectives.store import Membership
 from spartito.errors import MismatchedCallsError, SpartitoError, UserError
 from spartito.heartbeat import resume, waits
 from spartito.waiting import Waiting
@@ -40,38 +41,24 @@ def slices(numel: int, world_size: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
-class _Alarm:
+class _Alarm(TaskAlarm):
     """The errors of a group of tasks, of which those that live sign in at the store."""
 
     def __init__(self, group: SocketCollective) -> None:
+        super().__init__(group)
         self._group = weakref.proxy(group)
-
-    def different(self, calls: Mapping[int, int], notes: Mapping[int, str]) -> BaseException:
-        """As `spartito.collectives.connections.Alarm`, and so all of these."""
-        names = self._group.names
-        return mismatch({names[rank] + notes.get(rank, ""): calls[rank] for rank in calls})
 
     def gone(self, ranks: Sequence[int]) -> BaseException:
         what = "is gone: it closed the connection"
         return self._lost(ConnectionResetError(what), ranks, what)
 
-    def late(self, ranks: Sequence[int]) -> BaseException:
-        what = f"did not come within {self._group.timeout:g} s"
+    def late(self, ranks: Sequence[int], limit: float) -> BaseException:
+        what = f"did not come within {limit:g} s"
         return self._lost(TimeoutError(what), ranks, what)
 
     def broken(self, rank: int) -> BaseException:
         what = "is gone: it sent what is no frame"
         return self._lost(ConnectionError(what), [rank], what)
-
-    def left(self) -> BaseException:
-        return left()
-
-    def said(self, error: BaseException) -> bytes:
-        found = error if isinstance(error, SpartitoError) else SpartitoError(str(error))
-        return error_to_text(found).encode()[:MOST_TEXT]
-
-    def heard(self, words: bytes) -> BaseException:
-        return error_from_text(words.decode(errors="replace"))
 
     def look(self, ranks: Sequence[int]) -> None:
         group = self._group

@@ -3,8 +3,9 @@
 Each call of the group takes a number of steps that all ranks know; a rank counts its steps in its
 line of the memory, next to the tags of its last calls:
 
-    | steps, parts, mark, mark, mark, mark, left | bell, tag, tag, tag, tag |  of each rank
+    | steps, parts, mark, mark, mark, mark, left, beat | bell, tag, tag, tag, tag |  of each rank
     | last words of each rank: why it makes no more calls |
+    | what the caller keeps of each rank |
     | slots of step 0: of each rank | slots of step 1 | ...   (used in turn)
     | reserve for messages, of each rank
 
@@ -31,21 +32,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from spartito.backend.calls import different, encode
-from spartito.backend.errors import (
-    MOST_TEXT,
-    DifferentCallsError,
-    LostRankError,
-    gone,
-    heard,
-    last_words,
-    late,
-)
+from spartito.collectives.alarm import Alarm
 from spartito.collectives.futex import Word
+from spartito.collectives.links import MOST_TEXT
 from spartito.collectives.lives import Lives
 from spartito.collectives.segment import Segment
 from spartito.collectives.store import Membership
 from spartito.errors import UserError
+from spartito.heartbeat import resume, waits
 from spartito.waiting import Waiting
 
 Bytes = NDArray[np.uint8]
@@ -57,10 +51,10 @@ SMALL = 64 << 10  # bytes of a slot of the first memory
 LARGE = 2 << 20  # of that of large calls
 HUGE = 8 << 20  # of that for which a rank need not wait for others
 DEPTH = {SMALL: 4, LARGE: 2, HUGE: 2}  # steps until a slot is used again
-RESERVE = 16 << 30  # bytes of addresses that each rank has for messages; space is taken when used
 PAGE = 4096
 PART = 1  # the position of how much of its slot a rank has filled, in its line, in words
 LEFT = 6  # the position of the size of a rank's last words, in its line, in words
+BEAT = 7  # that of a number that a rank changes while it makes progress elsewhere, in words
 BELL = 8  # the position of a rank's bell in its line, in words: a cache line of its own
 SPINS = 1000  # looks at the memory before the core is offered to others
 YIELD_SECONDS = 0.0002  # of offering it, before we sleep
@@ -98,22 +92,41 @@ class Memory:
         group: The ranks; their store is used while they meet.
         spins: Whether there is a core for each rank, so that a wait looks for a while before it
             gives up its own.
+        alarm: What errors a wait ends with.
+        beside: Bytes that the caller keeps of each rank.
+        reserve: Bytes of addresses that each rank has behind it; space is taken by `claim`.
+        directories: Where the memory may be; the first with enough space is taken.
     """
 
-    def __init__(self, group: Membership, spins: bool) -> None:
+    def __init__(
+        self,
+        group: Membership,
+        spins: bool,
+        alarm: Alarm,
+        *,
+        beside: int = 0,
+        reserve: int = 0,
+        directories: Sequence[Path] = DIRECTORIES,
+    ) -> None:
         self.rank, self.size, self.names = group.rank, group.size, group.names
         self.timeout, self.patience = group.timeout, 0.0
-        self.step = 0
+        self.waiting = Waiting(group.rank, group.names)
+        self.waited: Callable[[float], object] = float
+        """Is told how many seconds each wait took."""
+        self.step = self.met = 0
+        """Of this rank; the last one at which all were seen."""
+        self._alarm, self._directories = alarm, [path for path in directories if path.is_dir()]
         self._spins = SPINS if spins else 0
-        self._waiting = Waiting(group.rank, group.names)
         self._tag = self._mark = self._calls = self._began = 0
         self._broken: BaseException | None = None
-        head = (LINE + MOST_TEXT) * self.size
+        self.beside_at = (LINE + MOST_TEXT) * self.size
+        """Where in the segment what the caller keeps begins."""
+        head = self.beside_at + -(-beside * self.size // LINE) * LINE
         self.reserve_at = -(-(head + DEPTH[SMALL] * SMALL * self.size) // PAGE) * PAGE
-        self.segment = segment = self.segment_for_all(
-            self.reserve_at, self._teller(group), RESERVE * self.size
+        self.segment = segment = self._segment_for_all(
+            self.reserve_at, self._teller(group), reserve * self.size
         )
-        self._file = os.open(segment.path, os.O_RDWR | os.O_NOFOLLOW)
+        self._file = os.open(segment.path, os.O_RDWR | os.O_NOFOLLOW) if reserve else -1
         memory = bytes_of(segment)
         self._address = memory.ctypes.data
         words_of = memory[LINE * self.size :]
@@ -128,22 +141,23 @@ class Memory:
         self._peers = {
             rank: (rank, cells[rank], words[rank]) for rank in range(self.size) if rank != self.rank
         }
+        self._all = tuple(self._peers.values())
         self.peers = list(self._peers)
-        self._lives = Lives(self.rank, lambda rank: Path(f"{segment.path}.{rank}"))
         try:
-            if missing := group.under("life").missing():
-                raise late(missing, self.timeout)
-            self._lives.open(self.size)
-            self.begin(encode("barrier", 0))
-            self.meet()
-        except BaseException:
-            segment.path.unlink(missing_ok=True)  # rank 0 may be gone
-            self.close()
-            raise
+            self._lives = Lives(self.rank, lambda rank: Path(f"{segment.path}.{rank}"))
+            try:
+                if missing := group.under("life").missing():
+                    raise alarm.late([self.names.index(name) for name in missing], self.timeout)
+                self._lives.open(self.size)
+                self.meet()
+            except BaseException:
+                segment.path.unlink(missing_ok=True)  # rank 0 may be gone
+                self.close()
+                raise
+            finally:
+                self._lives.unlink()
         finally:
-            self._lives.unlink()
-            if self.rank == 0:
-                segment.path.unlink(missing_ok=True)
+            self._unlink(segment)
 
     def begin(self, tag: int) -> None:
         """Begin a call, which ``tag`` says."""
@@ -152,9 +166,6 @@ class Memory:
         if self.step != self._began:  # else that call was refused, before anybody heard of it
             self._calls = (self._calls * 1_000_003 ^ self._tag) & _BITS
             self._began = self.step
-        self._at(tag)
-
-    def _at(self, tag: int) -> None:
         self._tag, self._mark = tag, tag ^ self._calls
 
     def slots(self, nbytes: int, most: int = LARGE) -> Slots:
@@ -164,17 +175,15 @@ class Memory:
         """
         size = SMALL if nbytes <= SMALL else LARGE if nbytes <= LARGE else most
         if size not in self._slots:
-            tag = self._tag
             self.meet()  # at this call: all make it, and with as many bytes
-            memory = self.shared(DEPTH[size] * size * self.size)
-            self._at(tag)
+            memory = bytes_of(self.shared(DEPTH[size] * size * self.size))
             self._slots[size] = Slots(memory, size, self.size)
         return self._slots[size]
 
     def open(self, slots: Slots) -> list[Bytes]:
         """The slots of the next step, of which our own may be written now."""
         self.step += 1
-        self._wait_for(self._peers.values(), self.step + 1 - slots.depth, compare=False)
+        self._wait_for(self._all, self.step + 1 - slots.depth, compare=False)
         return slots.at(self.step)
 
     def announce(self) -> None:
@@ -187,10 +196,11 @@ class Memory:
 
     def wait(self, ranks: Sequence[int] | None = None) -> None:
         """Wait until ``ranks``, None is all, announced this step, and compare their calls."""
-        peers = self._peers
-        self._wait_for(
-            peers.values() if ranks is None else [peers[rank] for rank in ranks], self.step
-        )
+        if ranks is not None:
+            self._wait_for([self._peers[rank] for rank in ranks], self.step)
+            return
+        self._wait_for(self._all, self.step)
+        self.met = self.step
 
     def announce_part(self, part: int) -> None:
         """As `announce`, where the slot has ``part`` of its parts so far."""
@@ -204,7 +214,7 @@ class Memory:
     def has_part(self, part: int) -> bool:
         """Whether the slots of all others have so many parts at this step."""
         target, lines = self.step << 20 | part, self._lines
-        return all(lines[cell + PART] >= target for _, cell, _ in self._peers.values())
+        return all(lines[cell + PART] >= target for _, cell, _ in self._all)
 
     def wait_for_part(self, part: int, ranks: Sequence[int] | None = None) -> None:
         """Wait until the slots of ``ranks`` have so many parts, and compare their calls."""
@@ -218,13 +228,29 @@ class Memory:
 
     def meet(self) -> None:
         """A step in which nothing is written."""
-        self.open(self._slots[SMALL])
+        step = self.step + 1
+        if self.met + TAGS <= step:  # who did not wait may be ahead of others
+            self._wait_for(self._all, step + 1 - TAGS, compare=False)
+        self.step = step
         self.announce()
         self.wait()
 
-    def shared(self, size: int) -> Bytes:
-        """``size`` bytes that all ranks have mapped."""
-        self._at(encode("new memory", size))
+    def meet_at(self, tag: int) -> None:
+        """`meet` at the call ``tag``, which may have begun already."""
+        if tag != self._tag or self._broken is not None:
+            self.begin(tag)
+        self.meet()
+
+    def catch_up(self) -> None:
+        """Wait until all are where this rank is, and have read what is of the steps before."""
+        if self.met < self.step:
+            self.wait()
+
+    def shared(self, size: int, has_view: bool = False) -> Segment:
+        """A segment of ``size`` bytes, all 0, that all ranks have mapped and nobody else finds.
+
+        With ``has_view`` they are mapped once more, so that what is written there stays here.
+        """
 
         def tell(text: str) -> str:
             slots = self.open(self._slots[SMALL])
@@ -235,15 +261,16 @@ class Memory:
             self.wait()
             return bytes(slots[0][:4096]).partition(b"\0")[0].decode()
 
-        segment = self.segment_for_all(size, tell)
+        segment = self._segment_for_all(size, tell)
         try:
+            if has_view:
+                segment.open_view()
             self.meet()
         finally:
-            if self.rank == 0:
-                segment.path.unlink(missing_ok=True)
-        return bytes_of(segment)
+            self._unlink(segment)
+        return segment
 
-    def segment_for_all(self, size: int, tell: Callable[[str], str], reserve: int = 0) -> Segment:
+    def _segment_for_all(self, size: int, tell: Callable[[str], str], reserve: int = 0) -> Segment:
         """A segment that rank 0 makes and the others map; ``tell`` gives all what rank 0 says."""
         if self.rank != 0:
             path, _, refusal = tell("").partition("\n")
@@ -251,22 +278,25 @@ class Memory:
                 raise UserError(f"{self.names[0]}: {refusal}")
             return Segment.attach(Path(path), size + reserve)
         try:
-            segment = Segment.create(size, [path for path in DIRECTORIES if path.is_dir()], reserve)
+            segment = Segment.create(size, self._directories, reserve)
         except UserError as error:
             tell(f"\n{error}")
             raise
         try:
             tell(str(segment.path))
         except BaseException:
-            segment.path.unlink(missing_ok=True)
+            self._unlink(segment)
             raise
         return segment
 
+    def _unlink(self, segment: Segment) -> None:
+        """Take the name away: who has mapped the file keeps it, and nothing is left behind."""
+        if self.rank == 0:
+            segment.path.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Leave the group: the others see that we are gone. May be called again."""
-        self._broken = self._broken or LostRankError(
-            "a call of a group that was destroyed", "Make a new group."
-        )
+        self._broken = self._broken or self._alarm.left()
         self._lives.close()
         if self._file >= 0:
             os.close(self._file)
@@ -288,6 +318,10 @@ class Memory:
         cell = self._own + BELL
         self.sleep(self._bells[self.rank], lambda: self._lines[cell], done, sources)
 
+    def beat(self) -> None:
+        """Show those who wait for this rank that it makes progress: their limit begins anew."""
+        self._lines[self._own + BEAT] += 1
+
     def alive(self, rank: int) -> bool:
         """Whether the process of ``rank`` lives and is in the group."""
         return self._lives.alive(rank)
@@ -307,7 +341,8 @@ class Memory:
             done: What is waited for.
             sources: The ranks that could bring it: one that is gone is an error.
         """
-        start = checked = time.monotonic()
+        start = checked = moved = time.monotonic()
+        beats = [self._lines[cell + BEAT] for _, cell, _ in self._all]
         while True:
             seen = value()
             if done():
@@ -321,20 +356,20 @@ class Memory:
                     start -= YIELD_SECONDS
             if now - checked > CHECK_SECONDS:
                 checked = now
-                ranks = sources()
-                self._waiting.look(now - start, ranks, self.timeout)
+                ranks, before = sources(), beats
+                beats = [self._lines[cell + BEAT] for _, cell, _ in self._all]
+                moved = moved if beats == before else now
+                self.waiting.look(now - start, ranks, self.timeout)
                 lost = [rank for rank in ranks if not self.alive(rank)]
                 if done():  # it came, and then left: all is well
                     return
-                for rank, (_, cell, _) in self._peers.items():
+                for rank, cell, _ in self._all:
                     if size := self._lines[cell + LEFT]:
-                        raise self._fail(heard(bytes(self._last_words[rank][:size])))
+                        raise self._fail(self._alarm.heard(bytes(self._last_words[rank][:size])))
                 if lost:
-                    raise self._fail(
-                        gone([self.names[rank] for rank in lost], self.names[self.rank])
-                    )
-                if now - start > self.timeout + self.patience:
-                    raise self._fail(late([self.names[rank] for rank in ranks], self.timeout))
+                    raise self._fail(self._alarm.gone(lost))
+                if now - moved > self.timeout + self.patience:
+                    raise self._fail(self._alarm.late(ranks, self.timeout))
 
     def _wait_for(
         self, peers: Collection[tuple[int, int, Word]], step: int, compare: bool = True
@@ -352,32 +387,33 @@ class Memory:
             turn = TAG + step % TAGS
             calls = {self.rank: self._lines[self._own + turn], rank: self._lines[cell + turn]}
             if calls[self.rank] != calls[rank]:
-                return different({self.names[who]: calls[who] for who in sorted(calls)})
-        return DifferentCallsError(
-            f"{self.names[rank]} and {self.names[self.rank]} made different calls some time before",
-            "All ranks of a group make the same calls in the same order.",
-        )
+                return self._alarm.different(dict(sorted(calls.items())), {})
+        return self._alarm.different(calls, {rank: ", which made another call some time before,"})
 
     def _look_for(
         self, ranks: Sequence[int], cell: int, word: Word, target: int, offset: int = 0
     ) -> None:
         """Wait for the first of ``ranks`` that is late, whose line is at ``cell``."""
         lines, peers, cell = self._lines, self._peers, cell + offset
+        began, before = time.perf_counter(), waits()
         for _ in range(self._spins):
             if lines[cell] >= target:
-                return
-        self.sleep(
-            word,
-            lambda: lines[cell],
-            lambda: lines[cell] >= target,
-            lambda: [rank for rank in ranks if lines[peers[rank][1] + offset] < target],
-        )
+                break
+        else:
+            self.sleep(
+                word,
+                lambda: lines[cell],
+                lambda: lines[cell] >= target,
+                lambda: [rank for rank in ranks if lines[peers[rank][1] + offset] < target],
+            )
+        resume(before)
+        self.waited(time.perf_counter() - began)
 
     def leave(self, error: BaseException) -> None:
         """Every later call of the group raises ``error`` too, and so does who waits for us."""
         if self._broken is None:
             self._broken = error
-            text = last_words(error)
+            text = self._alarm.said(error)
             self._last_words[self.rank][: len(text)] = np.frombuffer(text, dtype=np.uint8)
             self._lines[self._own + LEFT] = len(text)
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from spartito.backend.errors import RefusedCallError
-from spartito.backend.memory import Bytes
+from spartito.collectives.memory import Bytes
+from spartito.errors import RefusedCallError
 
 NUMPY: dict[torch.dtype, Any] = {
     torch.float32: np.float32,

@@ -14,8 +14,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from spartito.backend.arithmetic import Arithmetic
-from spartito.backend.memory import HUGE, LARGE, Bytes, Memory
+from spartito.collectives.arithmetic import Arithmetic
+from spartito.collectives.memory import HUGE, LARGE, Bytes, Memory
 
 WHOLE = 256 << 10  # bytes up to which each rank adds up everything: one meeting instead of two
 CHUNK = LARGE // 2  # bytes of a row that are reduced in one step
@@ -24,10 +24,15 @@ ALIGNED = 64  # bytes: what parts of a slot are rounded to
 
 
 class SharedMemoryOperations:
-    """The operations of a group on one machine; each begins with `Memory.begin`."""
+    """The operations of a group on one machine; each begins with `Memory.begin`.
 
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
+    Args:
+        memory: What its ranks share.
+        most: Bytes of the largest slots, which a sum of two ranks takes.
+    """
+
+    def __init__(self, memory: Memory, most: int = HUGE) -> None:
+        self.memory, self._most = memory, most
         self.rank, self.size = memory.rank, memory.size
 
     def barrier(self) -> None:
@@ -47,7 +52,7 @@ class SharedMemoryOperations:
             memory.wait()
             self._add_parts(slots, row, way)
             return
-        kind = memory.slots(len(row), HUGE)
+        kind = memory.slots(len(row), self._most)
         count = -(-len(row) // kind.size)
         for first, last in slices(len(row), count, ALIGNED):
             self._all_reduce_ahead(row[first:last], memory.open(kind), way)
