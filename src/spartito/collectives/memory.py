@@ -227,13 +227,21 @@ class Memory:
                 self._look_for(ranks, cell, self._parts[rank], target, PART)
 
     def meet(self) -> None:
-        """A step in which nothing is written."""
-        step = self.step + 1
+        """A step in which nothing is written; each step of a training has two."""
+        lines, own, mark = self._lines, self._own, self._mark
+        self.step = step = self.step + 1
         if self.met + TAGS <= step:  # who did not wait may be ahead of others
             self._wait_for(self._all, step + 1 - TAGS, compare=False)
-        self.step = step
-        self.announce()
-        self.wait()
+        call = 2 + step % TAGS
+        lines[own + TAG - 2 + call] = self._tag
+        lines[own + call] = mark
+        lines[own] = step
+        self._word.wake()
+        for _, cell, _ in self._all:
+            if lines[cell] < step or lines[cell + call] != mark:
+                self._wait_for(self._all, step)
+                break
+        self.met = step
 
     def meet_at(self, tag: int) -> None:
         """`meet` at the call ``tag``, which may have begun already."""
