@@ -3,7 +3,7 @@
 Each call of the group takes a number of steps that all ranks know; a rank counts its steps in its
 line of the memory, next to the tags of its last calls:
 
-    | steps, parts, mark, mark, mark, mark, left, beat | bell, tag, tag, tag, tag |  of each rank
+    | steps, parts, 4 marks, left, beat | bell, 4 tags, asleep |  of each rank
     | last words of each rank: why it makes no more calls |
     | what the caller keeps of each rank |
     | slots of step 0: of each rank | slots of step 1 | ...   (used in turn)
@@ -25,6 +25,7 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -56,6 +57,7 @@ PART = 1  # the position of how much of its slot a rank has filled, in its line,
 LEFT = 6  # the position of the size of a rank's last words, in its line, in words
 BEAT = 7  # that of a number that a rank changes while it makes progress elsewhere, in words
 BELL = 8  # the position of a rank's bell in its line, in words: a cache line of its own
+ASLEEP = 13  # that of whether a rank may sleep, in words
 SPINS = 1000  # looks at the memory before the core is offered to others
 YIELD_SECONDS = 0.0002  # of offering it, before we sleep
 BUSY_SECONDS = 0.00005  # a yield that takes longer went to another process
@@ -119,6 +121,7 @@ class Memory:
         self._spins = SPINS if spins else 0
         self._tag = self._mark = self._calls = self._began = 0
         self._broken: BaseException | None = None
+        self._barrier = threading.Lock()
         self.beside_at = (LINE + MOST_TEXT) * self.size
         """Where in the segment what the caller keeps begins."""
         head = self.beside_at + -(-beside * self.size // LINE) * LINE
@@ -192,7 +195,21 @@ class Memory:
         lines[own + TAG + step % TAGS] = self._tag
         lines[own + 2 + step % TAGS] = self._mark
         lines[own] = step
-        self._word.wake()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Wake those who sleep until this rank takes a step, if anybody does.
+
+        Who sleeps says so before the kernel compares the word, which is behind a barrier of its
+        own; a lock is one on this side. So one of the two sees what the other has written.
+        """
+        with self._barrier:
+            pass
+        lines = self._lines
+        for _, cell, _ in self._all:
+            if lines[cell + ASLEEP]:
+                self._word.wake()
+                return
 
     def wait(self, ranks: Sequence[int] | None = None) -> None:
         """Wait until ``ranks``, None is all, announced this step, and compare their calls."""
@@ -236,7 +253,7 @@ class Memory:
         lines[own + TAG - 2 + call] = self._tag
         lines[own + call] = mark
         lines[own] = step
-        self._word.wake()
+        self._wake()
         for _, cell, _ in self._all:
             if lines[cell] < step or lines[cell + call] != mark:
                 self._wait_for(self._all, step)
@@ -357,7 +374,9 @@ class Memory:
                 return
             now = time.monotonic()
             if now - start > YIELD_SECONDS:
+                self._lines[self._own + ASLEEP] = 1
                 word.wait(seen, CHECK_SECONDS)
+                self._lines[self._own + ASLEEP] = 0
             else:
                 _pause()
                 if time.monotonic() - now > BUSY_SECONDS:
