@@ -190,7 +190,7 @@ BUILT_IN = {
             recovers=True,
             options=(
                 *("max_staleness", "on_stale", "aggregate", "groups", "every", "outer"),
-                *("quorum", "weights", "servers"),
+                *("quorum", "weights", "inside", "servers"),
                 *_of_the_job("sync_batchnorm", "communication"),
             ),
             nests=False,

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from spartito.cluster.spec import ClusterSpec
-from spartito.collectives.collective import Traffic
+from spartito.collectives.collective import Collective, Traffic
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.log import shown
 from spartito.ps.chief import JOB, Chief
@@ -54,6 +54,10 @@ class LeasedCoordination(Coordination):
         self.pusher: Pusher | None = None
         self.inside = Inside.alone()
         """One's own group, where it trains apart."""
+        self.member = (0, 1)
+        """Which rows of what its group does are this task's, as (index, count)."""
+        self.members: Collective | None = None
+        """Those of one's own group, if they have a model between them."""
         self._job: Job | None = None
         self._planner: Planner | None = None
         self._streams = self._published = 0
@@ -73,9 +77,10 @@ class LeasedCoordination(Coordination):
         work: WorkSource | None,
         pusher: Pusher,
         inside: Inside,
+        member: tuple[int, int],
     ) -> None:
         """Take part in a job that has begun."""
-        self.inside = inside
+        self.inside, self.member = inside, member
         self._job, self.chief, self.work, self.pusher = job, chief, work, pusher
         if chief is not None:
             self._planner = chief.planner = Planner(pusher.pair.optimizer, job.rules.every)
@@ -132,6 +137,11 @@ class LeasedCoordination(Coordination):
     @property
     def joins(self) -> bool:
         return bool(self.kept)
+
+    def tell_all(self, text: str) -> list[str]:
+        if self.members is None:
+            return [text]
+        return [each.decode() for each in self.members.all_gather_bytes(text.encode())]
 
     @property
     def traffic(self) -> Traffic:
