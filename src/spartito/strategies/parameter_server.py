@@ -153,19 +153,9 @@ class ParameterServerStrategy(Strategy):
                 f"inside={inside} without groups under parameter_server",
                 f"Add groups={len(service.workers)}, or leave it out.",
             )
-        if not inside.nests or inside.name == "pipeline":
-            raise UserError(
-                f"parameter_server with {inside.name} inside",
-                "Choose mirrored, multi_worker_mirrored, sharded or mesh there.",
-            )
+        has_chief = "chief" in self.job.addresses or not service.in_groups
+        strategy_info(self.name).check_inside(strategy_info(inside.name), has_chief)
         inside._refuse_inside(self, None)
-        divides = strategy_info(inside.name).divides_model and service.in_groups
-        if divides and "chief" not in self.job.addresses:
-            raise UserError(
-                f"parameter_server with {inside.name} inside, where a worker is the chief, who "
-                "evaluates and saves the whole model by itself",
-                "Add a chief that computes nothing (--chief).",
-            )
         return inside
 
     def parts(self, team: Team) -> Parts:

@@ -174,6 +174,11 @@ class ServedTeam(Team):
         return self.group or self.cluster
 
     @property
+    def member(self) -> tuple[int, int]:
+        """Which rows of what its group does are this task's, as (index, count)."""
+        return (0, 1) if self.group is None else self.own_shard
+
+    @property
     def called(self) -> str:
         """As `Team.called`."""
         return "parameter_server"
@@ -418,7 +423,7 @@ class ServedStep(Step):
         if settings.deterministic:
             self._rules.check_deterministic(has_batchnorm(model))
         self.team.enter_group()
-        self._sync_batchnorm = self.team.inside.several and self.team.own_shard[1] > 1
+        self._sync_batchnorm = self.team.member[1] > 1
         if self.is_chief:
             tell_of_statistics(self._rules, model)
         if settings.clip_norm is not None and means:
@@ -610,7 +615,7 @@ class ServedStep(Step):
                 pusher = GroupPusher(
                     member, servers, self._rules, work, apart.weights, coordination
                 )
-            coordination.join(job, chief, work, pusher, inside, team.own_shard)
+            coordination.join(job, chief, work, pusher, inside, team.member)
             if chief is not None:
                 chief.gather(min(START_SECONDS, options.timeout))
 
