@@ -89,6 +89,23 @@ def test_what_an_update_has_is_that_of_the_whole_group(
     close(found["accuracy"], expected["accuracy"])
 
 
+@pytest.mark.parametrize("inside", ["sharded(zero=2)", "mesh(model=2)"])
+def test_figures_are_those_of_the_whole_group_whatever_it_holds(
+    replicas: Replicas, inside: str
+) -> None:
+    """Tasks of one model have the same rows, which count once."""
+    many: dict[str, Any] = {"accumulate": 2, "clip": 0.05, "schedule": True}
+    name, workers, options = case(4, groups=2, quorum=2, every=2, inside=inside)
+    expected = decoupled_jobs.featured_by_torch(2, every=2, **many)
+    chief, *others = replicas(
+        decoupled_jobs.featured, workers + 1, name, options, servers=2, chief=1, **many
+    )
+    close(chief["weights"], expected["weights"])
+    for found in (chief, *others):
+        close(found["loss"], expected["loss"])
+        close(found["accuracy"], expected["accuracy"])
+
+
 @pytest.mark.parametrize(
     ("groups", "workers", "at"),
     [

@@ -10,6 +10,7 @@ import pytest
 
 import spartito as sp
 from spartito.declared import Declared, parse
+from tests.commands import cluster_of, tf_config
 from tests.replicas import Replicas
 from tests.strategies import nesting_jobs as jobs
 from tests.strategies.test_contracts import close
@@ -227,6 +228,32 @@ def test_what_cannot_lie_inside_is_refused() -> None:
     ):
         with pytest.raises(sp.UserError, match=text):
             _ = sp.LocalSGDStrategy(groups=1, inside=inside, cluster=alone).engine
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"groups": 2, "inside": "pipeline(stages=2)"}, "cannot hold pipeline"),
+        ({"groups": 2, "inside": "central_storage"}, "cannot hold central_storage"),
+        ({"groups": 2, "inside": "mesh(model=2)"}, "mesh inside, and no chief of its own"),
+        ({"groups": 2, "inside": "sharded(zero=1)"}, "sharded inside, and no chief of its own"),
+        ({"groups": 1, "inside": "mesh(model=3)", "chief": True}, "model=3 in a job of 4 tasks"),
+        ({"groups": 4, "inside": "mesh(model=2)", "chief": True}, "model=2 in a job of 1 tasks"),
+        ({"inside": "sharded"}, "inside=sharded without groups under parameter_server"),
+        ({"groups": 2, "inside": "mirrored(timeout=3)"}, "timeout=3 of mirrored inside"),
+    ],
+    ids=str,
+)
+def test_what_groups_over_servers_cannot_hold_is_refused(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], text: str
+) -> None:
+    """Before any task connects to another."""
+    given = {**options}
+    counts = {"worker": 4, "ps": 1, **({"chief": 1} if given.pop("chief", False) else {})}
+    for name, value in tf_config(cluster_of(**counts), "worker", 0).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(sp.UserError, match=re.escape(text)):
+        _ = sp.ParameterServerStrategy(**given).engine
 
 
 def test_what_the_table_shows_is_tested() -> None:

@@ -86,7 +86,7 @@ class EqualModels:
 class ModelInParts:
     """Members have parts of the model between them: shards, or those of a mesh.
 
-    The first one has room for all of it, and is the only one that does.
+    The first one has memory for all of it, and is the only one that does.
 
     Args:
         pair: A prepared one.
@@ -112,7 +112,7 @@ class ModelInParts:
         self._here = {name: (tensor, cuts.get(name)) for name, tensor in tensors.items()}
         self._here |= {name: _apart(value) for name, value in named.items()}
         self._boxes = self._told()
-        self._wholes = {name: self._room(name) for name in self._boxes}
+        self._wholes = {name: self._empty(name) for name in self._boxes}
 
     @property
     def wholes(self) -> Mapping[str, Tensor]:
@@ -126,12 +126,12 @@ class ModelInParts:
             own = member == self._group.rank
             parts = [(name, box) for name, of in self._boxes.items() for box in of[member]]
             views = self._views() if own else {}
-            tensors = [views[part] if own else self._place(*part) for part in parts]
+            tensors = [views[part] if own else self._target(*part) for part in parts]
             if member:
                 send(self._group, tensors, member)
             elif own:
                 for part, tensor in zip(parts, tensors, strict=True):
-                    self._place(*part).copy_(tensor)
+                    self._target(*part).copy_(tensor)
 
     @torch.no_grad()
     def spread(self) -> None:
@@ -199,7 +199,7 @@ class ModelInParts:
                     raise UserError(f"{name} in parts on the members of a group: {what}")
         return found
 
-    def _room(self, name: str) -> Tensor:
+    def _empty(self, name: str) -> Tensor:
         tensor, cut = self._here[name]
         device = tensor.device if self._group.rank == 0 else torch.device("meta")
         return torch.zeros(_shape(tensor, cut), dtype=tensor.dtype, device=device)
@@ -208,7 +208,7 @@ class ModelInParts:
         whole = self._wholes[name]
         return torch.empty_like(whole, device="cpu") if whole.is_meta else whole
 
-    def _place(self, name: str, box: Box) -> Tensor:
+    def _target(self, name: str, box: Box) -> Tensor:
         """Where a part of a tensor goes: on the first member into the whole of it."""
         whole = self._wholes[name]
         if whole.is_meta:
