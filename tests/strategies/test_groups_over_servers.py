@@ -128,6 +128,25 @@ def test_it_goes_on_exactly_from_a_checkpoint(
         close(run(replicas, given, decoupled_jobs.gone_on, **more), expected)
 
 
+@pytest.mark.parametrize("inside", ["sharded(zero=1)", "sharded(zero=3)"])
+def test_members_with_parts_go_on_exactly_from_a_checkpoint(
+    replicas: Replicas, tmp_path: Path, inside: str
+) -> None:
+    """Also where the chief alone can read it: each takes its part of its group's state."""
+    name, workers, options = case(4, groups=2, quorum=2, every=4, inside=inside)
+    expected = local_by_torch.by_torch([[0], [1]], 4)["weights"]
+
+    def weights(job: Any, **more: Any) -> Any:
+        path = str(tmp_path / ("epoch-0" if "all_load" in more else ""))
+        found = replicas(job, workers + 1, name, options, servers=2, chief=1, path=path, **more)
+        return found[0]
+
+    close(weights(decoupled_jobs.kept, at=()), expected)
+    for all_load in (True, False):
+        gone_on = weights(decoupled_jobs.gone_on, all_load=all_load, epochs=jobs.EPOCHS)
+        close(gone_on, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [3, 4, 6])
 def test_an_epoch_that_is_gone_on_with_has_all_its_figures(

@@ -672,7 +672,7 @@ class Step:
 
     def _take(self, pair: Pair, saved: Saved) -> None:
         """Read model and optimizer, and what each group alone has; all tasks call it."""
-        attempt, model = self.coordination.attempt, unwrap(pair.model)
+        attempt, model = self._tasks.attempt, unwrap(pair.model)
         all_ = {name for names in attempt(lambda: names_here(model)) for name in json.loads(names)}
 
         def load() -> str:

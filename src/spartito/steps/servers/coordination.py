@@ -25,7 +25,7 @@ from spartito.ps.protocol.timetable import Row, Timetable, decode_timetable
 from spartito.ps.protocol.work import NOWHERE, At, WorkSource
 from spartito.ps.scheduler.ledger import Kept
 from spartito.ps.scheduler.planner import Planner
-from spartito.steps.coordination import Coordination
+from spartito.steps.coordination import Coordination, attempt_together
 from spartito.steps.distributed import StepResult
 from spartito.steps.prepared import Pairs
 from spartito.steps.servers import groups
@@ -138,10 +138,15 @@ class LeasedCoordination(Coordination):
     def joins(self) -> bool:
         return bool(self.kept)
 
-    def tell_all(self, text: str) -> list[str]:
-        if self.members is None:
-            return [text]
-        return [each.decode() for each in self.members.all_gather_bytes(text.encode())]
+    def attempt_in_group(self, work: Callable[[], str]) -> list[str]:
+        """As `attempt`, of the members of one's own group if they have a model between them."""
+        if (members := self.members) is None:
+            return self.attempt(work)
+
+        def tell(text: str) -> list[str]:
+            return [each.decode() for each in members.all_gather_bytes(text.encode())]
+
+        return attempt_together(work, tell, lambda rank: members.names[rank])
 
     @property
     def traffic(self) -> Traffic:

@@ -496,7 +496,7 @@ class ServedStep(Step):
     def _tasks(self) -> Tasks:
         """Those who have the state between them, if it is of members of a group."""
         alone = IdentityCollective()
-        attempt = self.coordination.attempt
+        attempt = self.coordination.attempt_in_group
         return Tasks(attempt, self.coordination.members or alone, self.is_chief)
 
     def close(self) -> None:
@@ -633,7 +633,7 @@ class ServedStep(Step):
         assert isinstance(exchange, Push), "made so"
         held = dataclasses.replace(self.parts, exchange=exchange.inner)
         values = self.values(pair, alone)
-        return ModelInParts(pair, held, values, inside.group, self.coordination.attempt)
+        return ModelInParts(pair, held, values, inside.group, self.coordination.attempt_in_group)
 
 
 @contextmanager
