@@ -258,10 +258,10 @@ def test_what_groups_over_servers_cannot_hold_is_refused(
 
 def test_what_the_table_shows_is_tested() -> None:
     """Each nesting that a cell of the page names, by who is nested in whom."""
-    served = (*map(over_servers, SERVED), *SERVED_BY_FOUR)
+    served = ("parameter_server(groups=2)", *map(over_servers, SERVED), *SERVED_BY_FOUR)
     texts = (*DIVIDED, *EIGHT, *map(of_groups, (*HELD, *HELD_BY_FOUR)), *served)
     tested = {shape(parse(each)) for each in texts}
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")][2:-3]
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")][2:-2]
     named = {text for row in rows for text in re.findall(r"`([a-z_]+\(.*?\))`", row)}
     assert len(named) > 6
     assert {shape(parse(text)) for text in named} <= tested
