@@ -89,13 +89,23 @@ def test_what_an_update_has_is_that_of_the_whole_group(
     close(found["accuracy"], expected["accuracy"])
 
 
-@pytest.mark.parametrize("inside", ["sharded(zero=2)", "mesh(model=2)"])
+@pytest.mark.parametrize(
+    "many", [{"accumulate": 2, "clip": 0.05, "schedule": True}, {"norm": True}], ids=str
+)
+@pytest.mark.parametrize(
+    ("inside", "workers", "groups"),
+    [
+        ("sharded(zero=2)", 4, 2),
+        ("mesh(model=2)", 4, 2),
+        pytest.param("sharded(zero=3)", 3, [[0, 1], [2]], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_figures_are_those_of_the_whole_group_whatever_it_holds(
-    replicas: Replicas, inside: str
+    replicas: Replicas, inside: str, workers: int, groups: Any, many: dict[str, Any]
 ) -> None:
     """Tasks of one model have the same rows, which count once."""
-    many: dict[str, Any] = {"accumulate": 2, "clip": 0.05, "schedule": True}
-    name, workers, options = case(4, groups=2, quorum=2, every=2, inside=inside)
+    name, _, options = case(workers, groups=groups, quorum=2, every=2, inside=inside)
     expected = decoupled_jobs.featured_by_torch(2, every=2, **many)
     chief, *others = replicas(
         decoupled_jobs.featured, workers + 1, name, options, servers=2, chief=1, **many
