@@ -69,13 +69,15 @@ class Replicas:
         *args: Any,
         servers: int = 0,
         timeout: float = 100,
+        chief: int = 0,
         **options: Any,
     ) -> list[Any]:
         """What ``job(*args, **options)`` returns on each of ``world_size`` replicas.
 
-        ``servers`` more processes play parameter servers, which return nothing.
+        ``servers`` more processes play parameter servers, which return nothing. With ``chief`` the
+        first one is a chief that computes nothing.
         """
-        members = self._begin(job, world_size, servers, args, options)
+        members = self._begin(job, world_size, servers, args, options, chief)
         try:
             end = time.monotonic() + timeout
             found = [self._receive(rank, job, end) for rank in range(len(members))]
@@ -107,7 +109,7 @@ class Replicas:
         return found
 
     def _begin(
-        self, job: Job, world_size: int, servers: int, args: Any, options: Any
+        self, job: Job, world_size: int, servers: int, args: Any, options: Any, chief: int = 0
     ) -> list[tuple[Any, Connection]]:
         """Have the first processes of the pool do a job."""
         if not self._is_usable:
@@ -115,7 +117,7 @@ class Replicas:
         while len(self._pool) < world_size + servers:
             self._start()
         self._held.close()
-        cluster = _cluster(world_size, servers, self._held)
+        cluster = _cluster(world_size, servers, chief, self._held)
         members = self._pool[: world_size + servers]
         self._is_usable = False  # until all have the job
         for rank, (_, pipe) in enumerate(members):
@@ -158,15 +160,19 @@ class Replicas:
         self._pool.append((process, ours))
 
 
-def _cluster(world_size: int, servers: int, held: ExitStack) -> dict[str, list[str]]:
+def _cluster(world_size: int, servers: int, chief: int, held: ExitStack) -> dict[str, list[str]]:
     ports = free_ports(world_size + servers, held=held)
     addresses = [f"127.0.0.1:{port}" for port in ports]
-    return {"worker": addresses[:world_size], "ps": addresses[world_size:]}
+    tasks = {"worker": addresses[chief:world_size], "ps": addresses[world_size:]}
+    return {"chief": addresses[:1], **tasks} if chief else tasks
 
 
 def _environment(rank: int, world_size: int, cluster: dict[str, list[str]]) -> dict[str, str]:
     """torchrun's variables; with servers `TF_CONFIG`, which comes before them."""
-    mine = {"type": "worker", "index": rank}
+    first = len(cluster.get("chief", ()))
+    mine: dict[str, Any] = {"type": "worker", "index": rank - first}
+    if rank < first:
+        mine = {"type": "chief", "index": rank}
     if rank >= world_size:
         mine = {"type": "ps", "index": rank - world_size}
     config = json.dumps({"cluster": cluster, "task": mine})
@@ -176,7 +182,7 @@ def _environment(rank: int, world_size: int, cluster: dict[str, list[str]]) -> d
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": cluster["worker"][0].rpartition(":")[2],
+        "MASTER_PORT": cluster.get("chief", cluster["worker"])[0].rpartition(":")[2],
         "TF_CONFIG": config if cluster["ps"] else "",
     }
 

@@ -142,6 +142,7 @@ MISTAKES = [
     ("local_sgd(outer='diloco)", "'", "the quote is not closed", ""),
     ("local_sgd(outer='a\\qb')", "\\q", "\\q stands for no character", ""),
     ("local_sgd(inside=one_device)", "one_device", "cannot hold one_device", "mirrored"),
+    ("parameter_server(inside=pipeline)", "pipeline", "cannot hold pipeline", "mesh"),
     ("local_sgd(inside=local_sgd(every=2))", "local_sgd(every=2", "cannot hold local_sgd", ""),
     ("local_sgd(inside=shard,)", "shard,", "'shard' is not a strategy", "Did you mean 'sharded'?"),
     ("local_sgd(inside=sharded(zer=2))", "zer", "sharded has no option", "'zero'"),

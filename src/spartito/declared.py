@@ -385,9 +385,9 @@ class _Reader:
         if name not in known:
             raise self.error(f"{name!r} is not a strategy", nearest(name, known), at)
         info = strategy_info(name)
-        if outer is not None and not info.nests:
-            do = nearest(name, nesting_names())
-            raise self.error(f"{outer.name} cannot hold {name}: inside={name}", do, at)
+        if outer is not None and (not info.nests or name in outer.cannot_hold):
+            what = f"{outer.name} cannot hold {name}: inside={name}"
+            raise self.error(what, outer.do_hold(name), at)
         return info
 
     def _options(

@@ -40,6 +40,7 @@ class StrategyInfo:
         divides_model: whether tasks have a model between them.
         options: the keyword arguments of its class, but ``cluster``; None: only the class knows.
         nests: whether groups of another strategy may train so, as its ``inside``.
+        cannot_hold: strategies that nest, but not in this one.
     """
 
     name: str
@@ -53,6 +54,7 @@ class StrategyInfo:
     divides_model: bool = False
     options: tuple[str, ...] | None = None
     nests: bool = True
+    cannot_hold: tuple[str, ...] = ()
 
     def check(self, replicas: int, here: int, servers: int) -> None:
         """Raise `UserError` unless the strategy can run on such a cluster.
@@ -83,6 +85,26 @@ class StrategyInfo:
                 "one",
                 f"Choose {default_name(2, 0)} for replicas on several machines.",
             )
+
+    def check_inside(self, inside: StrategyInfo, chief: bool) -> None:
+        """Raise `UserError` unless it can hold another strategy.
+
+        Args:
+            inside: what is known of that one.
+            chief: whether a task of its own hands out the work, and computes nothing.
+        """
+        if not inside.nests or inside.name in self.cannot_hold:
+            raise UserError(f"{self.name} cannot hold {inside.name}", self.do_hold(inside.name))
+        if self.needs_servers and inside.divides_model and not chief:
+            raise UserError(
+                f"{self.name} with {inside.name} inside, and no chief of its own: who evaluates "
+                "and saves has the whole model",
+                "Add one that computes nothing: --chief.",
+            )
+
+    def do_hold(self, name: str) -> str:
+        """What to say about ``name``, which this one cannot hold."""
+        return nearest(name, [each for each in nesting_names() if each not in self.cannot_hold])
 
     def load(self) -> Any:
         """Import the class; raise `UserError` where it is not there."""
@@ -190,10 +212,11 @@ BUILT_IN = {
             recovers=True,
             options=(
                 *("max_staleness", "on_stale", "aggregate", "groups", "every", "outer"),
-                *("quorum", "weights", "servers"),
+                *("quorum", "weights", "inside", "servers"),
                 *_of_the_job("sync_batchnorm", "communication"),
             ),
             nests=False,
+            cannot_hold=("pipeline",),
         ),
     )
 }

@@ -15,6 +15,13 @@ GROUPS = (
     "--workers", "4", "--ps", "1",
 )  # fmt: skip
 
+
+def holding(inside: str) -> tuple[str, ...]:
+    """A job whose groups hold another strategy, and that has a chief of its own."""
+    strategy = f"parameter_server(groups=2, every=3, inside={inside})"
+    return "--strategy", strategy, "--workers", "4", "--ps", "1", "--chief"
+
+
 pytestmark = pytest.mark.slow
 
 
@@ -42,9 +49,13 @@ def test_a_group_is_started_again_as_one(
         assert f"{task} has ended" in ended.out
 
 
-def test_a_member_that_stands_still_is_replaced_with_its_group(commands: Commands) -> None:
+@pytest.mark.parametrize("inside", ["", "mesh(model=2)"])
+def test_a_member_that_stands_still_is_replaced_with_its_group(
+    commands: Commands, inside: str
+) -> None:
     env = {"VICTIM": "worker 3", "NUMBER": "SIGSTOP", "SPARTITO_TIMEOUT": "6"}
-    ended = commands.start(*SPARTITO, "run", *GROUPS, SCRIPT, env=env).end()
+    given = holding(inside) if inside else GROUPS
+    ended = commands.start(*SPARTITO, "run", *given, SCRIPT, env=env).end()
     assert ended.code == 0, ended.text
     assert "worker 2 lost worker 3, of its group; it is started again (1 of 3)" in ended.err
 
@@ -57,8 +68,9 @@ def test_a_member_of_the_chiefs_group_ends_the_job(commands: Commands) -> None:
     assert "started again" not in ended.err
 
 
-def test_with_a_chief_of_its_own_the_job_goes_on(commands: Commands) -> None:
+@pytest.mark.parametrize("inside", ["mirrored", "sharded(zero=3)", "mesh(model=2)"])
+def test_with_a_chief_of_its_own_the_job_goes_on(commands: Commands, inside: str) -> None:
     env = {"VICTIM": "worker 1", "NUMBER": "SIGKILL"}
-    ended = commands.start(*SPARTITO, "run", *GROUPS, "--chief", SCRIPT, env=env).end()
+    ended = commands.start(*SPARTITO, "run", *holding(inside), SCRIPT, env=env).end()
     assert ended.code == 0, ended.text
     assert "worker 0 lost worker 1, of its group; it is started again (1 of 3)" in ended.err

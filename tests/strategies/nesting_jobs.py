@@ -42,17 +42,18 @@ def trained(
     strategy.prepare(network(), OPTIMIZERS[optimizer], accumulate=ACCUMULATE, clip_norm=CLIP)
     x, y = blobs(EXAMPLES)
     data = strategy.distribute(sp.data.arrays(x, y).batch(BATCH))
-    losses = []
+    results: list[Any] = []
     if load:
         strategy.load(load)
     for _ in epochs:
         for batch in data:
-            result = strategy.step(batch, nn.CrossEntropyLoss())
-            if result.updates:
-                losses.append(float(result.loss) / float(result.weight))
-        if (rest := strategy.flush()) is not None:
-            losses.append(float(rest.loss) / float(rest.weight))
-    found = {name: value.clone() for name, value in strategy.state_dict()["model"].items()}
+            results.append(strategy.step(batch, nn.CrossEntropyLoss()))
+        results.append(strategy.flush())
+    updates = [each for each in results if each is not None and float(each.weight)]
+    losses = [float(each.loss) / float(each.weight) for each in updates]
+    found = {}
+    if not (save and strategy.name == "parameter_server"):  # groups give their states once
+        found = {name: value.clone() for name, value in strategy.state_dict()["model"].items()}
     if save:
         if strategy.is_chief:
             Path(save).mkdir(parents=True)

@@ -90,6 +90,33 @@ def test_what_an_update_has_is_that_of_the_whole_group(
 
 
 @pytest.mark.parametrize(
+    "many", [{"accumulate": 2, "clip": 0.05, "schedule": True}, {"norm": True}], ids=str
+)
+@pytest.mark.parametrize(
+    ("inside", "workers", "groups"),
+    [
+        ("sharded(zero=2)", 4, 2),
+        ("mesh(model=2)", 4, 2),
+        pytest.param("sharded(zero=3)", 3, [[0, 1], [2]], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_figures_are_those_of_the_whole_group_whatever_it_holds(
+    replicas: Replicas, inside: str, workers: int, groups: Any, many: dict[str, Any]
+) -> None:
+    """Tasks of one model have the same rows, which count once."""
+    name, _, options = case(workers, groups=groups, quorum=2, every=2, inside=inside)
+    expected = decoupled_jobs.featured_by_torch(2, every=2, **many)
+    chief, *others = replicas(
+        decoupled_jobs.featured, workers + 1, name, options, servers=2, chief=1, **many
+    )
+    close(chief["weights"], expected["weights"])
+    for found in (chief, *others):
+        close(found["loss"], expected["loss"])
+        close(found["accuracy"], expected["accuracy"])
+
+
+@pytest.mark.parametrize(
     ("groups", "workers", "at"),
     [
         ([[0, 1], [2]], 3, (2,)),
@@ -109,6 +136,25 @@ def test_it_goes_on_exactly_from_a_checkpoint(
     for all_load in (True, False):
         more = {"path": checkpoint, "all_load": all_load, "epochs": jobs.EPOCHS}
         close(run(replicas, given, decoupled_jobs.gone_on, **more), expected)
+
+
+@pytest.mark.parametrize("inside", ["sharded(zero=1)", "sharded(zero=3)"])
+def test_members_with_parts_go_on_exactly_from_a_checkpoint(
+    replicas: Replicas, tmp_path: Path, inside: str
+) -> None:
+    """Also where the chief alone can read it: each takes its part of its group's state."""
+    name, workers, options = case(4, groups=2, quorum=2, every=4, inside=inside)
+    expected = local_by_torch.by_torch([[0], [1]], 4)["weights"]
+
+    def weights(job: Any, **more: Any) -> Any:
+        path = str(tmp_path / ("epoch-0" if "all_load" in more else ""))
+        found = replicas(job, workers + 1, name, options, servers=2, chief=1, path=path, **more)
+        return found[0]
+
+    close(weights(decoupled_jobs.kept, at=()), expected)
+    for all_load in (True, False):
+        gone_on = weights(decoupled_jobs.gone_on, all_load=all_load, epochs=jobs.EPOCHS)
+        close(gone_on, expected)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 
 import spartito as sp
 from spartito.declared import Declared, parse
+from tests.commands import cluster_of, tf_config
 from tests.replicas import Replicas
 from tests.strategies import nesting_jobs as jobs
 from tests.strategies.test_contracts import close
@@ -56,8 +57,21 @@ HELD_BY_FOUR = [
 EVERY = 3
 
 
+SERVED = HELD[:-1]
+"""By two groups of two tasks over servers, beside a chief that computes nothing."""
+
+
 def of_groups(inside: str) -> str:
     return f"local_sgd(groups=2, every={EVERY}, inside={inside})"
+
+
+def over_servers(inside: str, more: str = "") -> str:
+    servers = f'servers={{"min_shard_bytes": 16{more}}}'
+    return f"parameter_server(groups=2, every={EVERY}, quorum=2, {servers}, inside={inside})"
+
+
+APART = over_servers("sharded(zero=3)", ', "shared_memory": False')
+SERVED_BY_FOUR = [over_servers(each) for each in HELD_BY_FOUR if not each.startswith("pipeline")]
 
 
 QUICKLY = ["sharded(zero=3)", "mesh(model=2, zero=1)", of_groups("sharded(zero=1)")]
@@ -79,7 +93,7 @@ def over_gloo_too(texts: list[str]) -> list[Any]:
 
 def tasks(text: str) -> int:
     held = [of_groups(each) for each in HELD_BY_FOUR]
-    return 8 if text in (*EIGHT, *held, *map(over_gloo, held)) else 4
+    return 8 if text in (*EIGHT, *held, *map(over_gloo, held), *SERVED_BY_FOUR) else 4
 
 
 def texts(quick: list[str], slower: list[str]) -> list[Any]:
@@ -123,6 +137,25 @@ def test_stages_in_shards_evaluate_and_go_back(replicas: Replicas) -> None:
         close(found, expected)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("text", texts([*map(over_servers, SERVED)], [APART, *SERVED_BY_FOUR]))
+def test_groups_over_servers_are_those_of_plain_torch(
+    replicas: Replicas, text: str, optimizer: str
+) -> None:
+    losses, weights = jobs.by_torch(optimizer, 3, groups=2, every=EVERY)
+    chief, *workers = served(replicas, text, optimizer, range(3))
+    for rank, found in enumerate(workers):
+        close(found["losses"], losses[rank * 2 // len(workers)])
+        close(found["weights"], weights)
+    close(chief["weights"], weights)
+
+
+def served(replicas: Replicas, text: str, *args: Any, **options: Any) -> list[Any]:
+    """What the chief and the workers return."""
+    count = tasks(text) + 1
+    return replicas(jobs.trained, count, text, *args, servers=2, chief=1, **options)
+
+
 @slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_checkpoint_goes_on_under_the_next_nesting(
@@ -163,6 +196,29 @@ def test_groups_go_on_with_another_strategy_inside(
     close(found[0]["weights"], weights)
 
 
+@slow
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_groups_over_servers_go_on_with_another_strategy_inside(
+    replicas: Replicas, optimizer: str, tmp_path: Path
+) -> None:
+    """Each with its own optimizer's state, which the chief has; then without groups."""
+    chain = [*map(over_servers, SERVED), *SERVED_BY_FOUR, APART]
+    losses, weights = jobs.by_torch(optimizer, len(chain), groups=2, every=EVERY)
+    each = len(losses[0]) // len(chain)
+    before = ""
+    for number, text in enumerate(chain):
+        here = str(tmp_path / str(number))
+        _, *workers = served(replicas, text, optimizer, range(1), load=before, save=here)
+        for rank, found in enumerate(workers):
+            own = losses[rank * 2 // len(workers)]
+            close(found["losses"], own[number * each : (number + 1) * each])
+        before = here
+    for text in ("mesh(model=2, zero=1)", of_groups("sharded(zero=3)"), "one_device"):
+        count = 1 if text == "one_device" else tasks(text)
+        for found in replicas(jobs.trained, count, text, optimizer, range(0), load=before):
+            close(found["weights"], weights)
+
+
 def test_what_cannot_lie_inside_is_refused() -> None:
     alone = sp.ClusterSpec.alone()
     for inside, text in (
@@ -174,11 +230,38 @@ def test_what_cannot_lie_inside_is_refused() -> None:
             _ = sp.LocalSGDStrategy(groups=1, inside=inside, cluster=alone).engine
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"groups": 2, "inside": "pipeline(stages=2)"}, "cannot hold pipeline"),
+        ({"groups": 2, "inside": "central_storage"}, "cannot hold central_storage"),
+        ({"groups": 2, "inside": "mesh(model=2)"}, "mesh inside, and no chief of its own"),
+        ({"groups": 2, "inside": "sharded(zero=1)"}, "sharded inside, and no chief of its own"),
+        ({"groups": 1, "inside": "mesh(model=3)", "chief": True}, "model=3 in a job of 4 tasks"),
+        ({"groups": 4, "inside": "mesh(model=2)", "chief": True}, "model=2 in a job of 1 tasks"),
+        ({"inside": "sharded"}, "inside=sharded without groups under parameter_server"),
+        ({"groups": 2, "inside": "mirrored(timeout=3)"}, "timeout=3 of mirrored inside"),
+    ],
+    ids=str,
+)
+def test_what_groups_over_servers_cannot_hold_is_refused(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], text: str
+) -> None:
+    """Before any task connects to another."""
+    given = {**options}
+    counts = {"worker": 4, "ps": 1, **({"chief": 1} if given.pop("chief", False) else {})}
+    for name, value in tf_config(cluster_of(**counts), "worker", 0).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(sp.UserError, match=re.escape(text)):
+        _ = sp.ParameterServerStrategy(**given).engine
+
+
 def test_what_the_table_shows_is_tested() -> None:
     """Each nesting that a cell of the page names, by who is nested in whom."""
-    texts = (*DIVIDED, *EIGHT, *map(of_groups, (*HELD, *HELD_BY_FOUR)))
+    served = ("parameter_server(groups=2)", *map(over_servers, SERVED), *SERVED_BY_FOUR)
+    texts = (*DIVIDED, *EIGHT, *map(of_groups, (*HELD, *HELD_BY_FOUR)), *served)
     tested = {shape(parse(each)) for each in texts}
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")][2:-3]
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")][2:-2]
     named = {text for row in rows for text in re.findall(r"`([a-z_]+\(.*?\))`", row)}
     assert len(named) > 6
     assert {shape(parse(text)) for text in named} <= tested

@@ -264,12 +264,15 @@ def _missing(notes: dict[Path, int], failures: list[UserError], tasks: Tasks) ->
     return len(notes)
 
 
-def gather_together(apart: Callable[[], Mapping[str, Local]], tasks: Tasks) -> dict[str, Any]:
+def gather_together(
+    apart: Callable[[], Mapping[str, Local]], tasks: Tasks, here: bool = True
+) -> dict[str, Any]:
     """All sections whole, on every task; all call it.
 
     Args:
         apart: Gives what this task has, by section.
         tasks: All of them.
+        here: Whether this one wants them; else nothing is returned.
 
     Raises:
         UserError: On all tasks, if what they have is no whole model.
@@ -280,10 +283,14 @@ def gather_together(apart: Callable[[], Mapping[str, Local]], tasks: Tasks) -> d
         tensors = whole[file.section]
         come = _sent(file, sections[file.section].tensors, tasks.group)
         for slot, part in zip(file.slots, come, strict=True):
+            if not here:
+                continue
             if slot.name not in tensors:
                 tensors[slot.name] = torch.empty(slot.shape, dtype=slot.dtype)
             tensors[slot.name][slot.box.within(Box.all_of(slot.shape))] = part
-        tensors |= {name: tensors[owner] for name, owner in file.aliases.items()}
+        tensors |= {name: tensors[owner] for name, owner in file.aliases.items() if here}
+    if not here:
+        return {}
     return {section: unpack_state(tree, whole[section]) for section, tree in found.trees.items()}
 
 

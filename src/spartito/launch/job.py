@@ -331,7 +331,11 @@ class JobSpec:
         replicas = roles.workers if replicas is None else replicas
         servers = roles.ps if servers is None else servers
         found = declared_by(self.environment(env or {}), default_name(replicas, servers))
-        strategy_info(found.name).check(replicas, replicas if here is None else here, servers)
+        info = strategy_info(found.name)
+        info.check(replicas, replicas if here is None else here, servers)
+        if found.inside is not None and roles.ps:
+            alone = found.options.get("groups") == roles.workers
+            info.check_inside(strategy_info(found.inside.name), roles.chief or alone)
         if (size := mesh_size(found.options)) not in (None, replicas):
             raise UserError(
                 f"a mesh of {size} tasks in a job of {replicas}",

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from msgspec import structs
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito.cluster.endpoints import job_key, rendezvous_endpoint, server_endpoint, warn_if_open
@@ -152,16 +152,18 @@ class Job:
         model: nn.Module,
         optimizer: Optimizer,
         workers: Sequence[Task],
+        wholes: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Pure; raises `UserError` when there are more servers than the model can fill.
 
-        ``workers`` ask for work and push: of each group the first member.
+        ``workers`` ask for work and push: of each group the first member. ``wholes`` are as for
+        `Vector`.
         """
         self.cluster, self.options = cluster, options
         self._key = job_key(cluster)
         warn_if_open(cluster)
         self.workers = list(workers)
-        self.vector = Vector(model, optimizer)
+        self.vector = Vector(model, optimizer, wholes)
         self._optimizer = optimizer
         self._addresses = cluster.addresses["ps"]
         self.rules = replace(
@@ -281,6 +283,10 @@ class Job:
             for number in range(len(self._spans))
         ]
         return kind(links, self.vector, self.rules.waits, self.rules.every > 0)
+
+    def without_servers(self, kind: Callable[..., Servers]) -> Servers:
+        """As `connect`, of a task that sees them by another one."""
+        return kind([], self.vector, self.rules.waits, self.rules.every > 0)
 
     def give(self, chief: Chief) -> None:
         """Our values and the state of our optimizer to the servers."""

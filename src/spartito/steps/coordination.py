@@ -231,20 +231,7 @@ class Coordination(ABC):
         Raises `UserError` on all of them if ``work`` does on one, which it names; an
         `UnwritableError` stays one.
         """
-        own: UserError | None = None
-        try:
-            mine = [work(), "", False]
-        except UserError as error:
-            own, mine = error, ["", str(error), isinstance(error, UnwritableError)]
-        results = [json.loads(text) for text in self.tell_all(json.dumps(mine))]
-        if own is not None:
-            raise own
-        for rank, (_, failure, unwritable) in enumerate(results):
-            if failure:
-                what, _, do = failure.partition("\n  ")
-                kind = UnwritableError if unwritable else UserError
-                raise kind(f"{self.cluster.name_of(rank)}: {what}", do)
-        return [result for result, *_ in results]
+        return attempt_together(work, self.tell_all, self.cluster.name_of)
 
     @abstractmethod
     def agree_to_stop(self, asked: bool) -> bool:
@@ -308,6 +295,32 @@ class Coordination(ABC):
         """Keep what this task did in the run folder, if there is one."""
         if self.record_to is not None:
             write_record(self.record_to, self.task, figures)
+
+
+def attempt_together(
+    work: Callable[[], str], tell_all: Callable[[str], list[str]], name_of: Callable[[int], str]
+) -> list[str]:
+    """As `Coordination.attempt`, of any tasks.
+
+    Args:
+        work: What each of them does.
+        tell_all: Gives what all of them say, by rank.
+        name_of: What an error calls one of them.
+    """
+    own: UserError | None = None
+    try:
+        mine = [work(), "", False]
+    except UserError as error:
+        own, mine = error, ["", str(error), isinstance(error, UnwritableError)]
+    results = [json.loads(text) for text in tell_all(json.dumps(mine))]
+    if own is not None:
+        raise own
+    for rank, (_, failure, unwritable) in enumerate(results):
+        if failure:
+            what, _, do = failure.partition("\n  ")
+            kind = UnwritableError if unwritable else UserError
+            raise kind(f"{name_of(rank)}: {what}", do)
+    return [result for result, *_ in results]
 
 
 class SynchronousCoordination(Coordination):

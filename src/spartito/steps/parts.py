@@ -14,8 +14,8 @@ A strategy declares them, `spartito.steps.step.Step` runs them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -276,6 +276,12 @@ class Parts:
         for name, span in self.exchange.cuts(pair, section).items():
             found[name] = NestedCut(found[name], span) if name in found else span
         return found
+
+    @contextmanager
+    def showing(self) -> Generator[None]:
+        """As `Held.showing`."""
+        with self.placement.showing(), self.exchange.showing():
+            yield
 
     def owned(self, pair: Pair) -> set[str] | None:
         """As `Held.owned`.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, partial
 from math import isfinite
@@ -579,7 +579,7 @@ class Step:
     def save(self, directory: Path, later: bool = False) -> Unwritten:
         """As `Strategy.save`."""
         pair = self.team.pairs.meant("save()")
-        with self._showing():
+        with self.parts.showing():
             apart = partial(self._taken_apart, pair, self._state(pair))
             kept = self._kept_copies if later else None
             return save_together(Path(directory), apart, self._tasks, kept)
@@ -587,7 +587,7 @@ class Step:
     def state_dict(self) -> State:
         """As `Strategy.state_dict`."""
         pair = self.team.pairs.meant("state_dict()")
-        with self._showing():
+        with self.parts.showing():
             state = self._state(pair)
             if not self._is_divided(pair):
                 return state
@@ -667,12 +667,12 @@ class Step:
         def load(found: Saved) -> None:
             parts.exchange.load(pair, found, partial(self._take, pair))
 
-        with self.recovery.loading(), self._showing():
+        with self.recovery.loading(), self.parts.showing():
             parts.placement.load(pair, saved, load)
 
     def _take(self, pair: Pair, saved: Saved) -> None:
         """Read model and optimizer, and what each group alone has; all tasks call it."""
-        attempt, model = self.coordination.attempt, unwrap(pair.model)
+        attempt, model = self._tasks.attempt, unwrap(pair.model)
         all_ = {name for names in attempt(lambda: names_here(model)) for name in json.loads(names)}
 
         def load() -> str:
@@ -713,12 +713,6 @@ class Step:
         """Whether tasks have parts of the state, or some of its tensors; equal on all of them."""
         divided = self.parts.owned(pair) is not None or self.team.model.world_size > 1
         return divided or self.team.outer.has(pair)
-
-    @contextmanager
-    def _showing(self) -> Generator[None]:
-        """A block in which models show what this task has of them."""
-        with self.parts.placement.showing(), self.parts.exchange.showing():
-            yield
 
     @cached_property
     def _kept_copies(self) -> Copies:

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from spartito.cluster.limits import time_limit
 from spartito.cluster.recovery import Recovery
+from spartito.declared import Declared
 from spartito.engine.devices import choose_device
+from spartito.errors import UserError
 from spartito.outer.groups import TOKENS, Asked
 from spartito.outer.optimizer import Outer
 from spartito.ps.job import Options
 from spartito.ps.protocol.rules import Rules, stale_rules
-from spartito.steps.computation import WholeModel
+from spartito.registry import strategy_info
 from spartito.steps.outer_loop import Outer as OuterLoop
 from spartito.steps.parts import Parts
 from spartito.steps.replicated import Replicated
+from spartito.steps.servers.group_member import cluster_of
 from spartito.steps.servers.groups import EVERY, Apart
-from spartito.steps.servers.step import Push, ServedStep, ServedTeam, Service, watching
+from spartito.steps.servers.step import Push, ServedStep, ServedTeam, Service, ToServers
 from spartito.steps.step import Step
 from spartito.steps.team import Team
 from spartito.steps.topology import OneShardEach
-from spartito.strategies.declaration import Strategy
+from spartito.strategies.declaration import Strategy, nested
+
+MIRRORED = "multi_worker_mirrored"
+"""What groups hold, unless something else is said."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +66,9 @@ class ParameterServerStrategy(Strategy):
             missed its meeting is merged alone when it comes; what is more than ``max_staleness``
             merges old is rejected, and computed again from newer values. With
             ``{"groups": 2, "grace": 0.5}`` others may come for half a second, once two have.
+        inside: The strategy of a group's steps, as ``ShardedStrategy(zero=2)``, or its text:
+            mirrored, sharded or mesh. What has a model between its tasks takes a chief that
+            computes nothing, who evaluates and saves it.
         weights: "tokens": a group counts for what its losses were divided by since its last push;
             "equal": all count the same.
         servers: How they are run, as ``{"replicas": 2, "snapshot_seconds": 30}``:
@@ -94,6 +102,7 @@ class ParameterServerStrategy(Strategy):
     outer: Outer = None
     quorum: int | Mapping[str, float] = 1
     weights: str = TOKENS
+    inside: Strategy | Declared | str = MIRRORED
     servers: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -122,8 +131,32 @@ class ParameterServerStrategy(Strategy):
             team.check(team.cluster)
         if team.task.type == "ps":
             team.device = torch.device("cpu")
-        team.service = Service.of(team, rules, options, self.groups, apart)
+        team.service = service = Service.of(team, rules, options, self.groups, apart)
+        own, inside = service.group_of(team.task), self._check_inside(service)
+        if service.apart is not None and own >= 0:
+            team.name, team.group = inside.name, cluster_of(team.cluster, service.members[own])
+            strategy_info(inside.name).check(team.group.world_size, team.group.local_size, 0)
         return ServedStep(team, self.parts(team), flush_denormals=self.flush_denormals)
+
+    def _check_inside(self, service: Service) -> Strategy:
+        """What groups hold.
+
+        Args:
+            service: What was asked for of the job.
+
+        Raises:
+            UserError: It cannot be.
+        """
+        inside = nested(self.inside, self.job)
+        if inside.name != MIRRORED and service.apart is None:
+            raise UserError(
+                f"inside={inside} without groups under parameter_server",
+                f"Add groups={len(service.workers)}, or leave it out.",
+            )
+        has_chief = "chief" in self.job.addresses or not service.in_groups
+        strategy_info(self.name).check_inside(strategy_info(inside.name), has_chief)
+        inside._refuse_inside(self, None)
+        return inside
 
     def parts(self, team: Team) -> Parts:
         """As `Strategy.parts`.
@@ -132,9 +165,11 @@ class ParameterServerStrategy(Strategy):
             team: The tasks that make its steps.
 
         Returns:
-            What these are made of.
+            What these are made of: in a group those of the strategy that it holds.
         """
         assert isinstance(team, ServedTeam), "made above"
-        exchange = Push(team)
-        computation = WholeModel(team, watching=partial(watching, team))
-        return Parts(OneShardEach(), Replicated(team, exchange, computation), exchange)
+        if team.group is None:
+            inner = ToServers(team)
+            return Parts(OneShardEach(), Replicated(team, inner), Push(team, inner))
+        held = nested(self.inside, self.job).parts(team)
+        return replace(held, exchange=Push(team, held.exchange))

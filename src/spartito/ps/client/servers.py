@@ -167,6 +167,10 @@ class Servers:
             with suppress(Restarted):
                 return self.pull(admit=False)
 
+    def look_together(self) -> None:
+        """As `look`, with others who have a model between them."""
+        self.look()
+
     def pull(self, admit: bool) -> None:
         """The newest values into the model; ``admit`` to compute with, so it may have to wait."""
         first = self.links[0].ask(Pull(admit))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, sqrt
 
@@ -19,10 +19,13 @@ class Vector:
     """The parameters and buffers of a model, and where each lies in the flat vector.
 
     A parameter that the optimizer does not know starts with the chief's values, as buffers do;
-    if something else changes it, its changes add up as theirs.
+    if something else changes it, its changes add up as theirs. ``wholes`` stand for tensors of
+    which the model has parts.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, wholes: Mapping[str, Tensor] | None = None
+    ) -> None:
         group_of = {
             id(parameter): number
             for number, group in enumerate(optimizer.param_groups)
@@ -32,18 +35,19 @@ class Vector:
         learned = dict(model.named_parameters())
         tensors: dict[str, Tensor] = {**learned}
         tensors |= {name: b for name, b in model.named_buffers() if name in kept}
+        shown = {**tensors, **(wholes or {})}
         self.layout = Layout(
             Entry(
                 name,
                 str(tensor.dtype).removeprefix("torch."),
-                tuple(tensor.shape),
+                tuple(shown[name].shape),
                 group,
                 frozen=group >= 0 and not tensor.requires_grad,
             )
             for name, tensor in tensors.items()
             for group in (group_of.get(id(tensor), STILL if name in learned else BUFFER),)
         )
-        self.tensors = [tensors[entry.name] for entry in self.layout.entries]
+        self.tensors = [shown[entry.name] for entry in self.layout.entries]
 
 
 @dataclass(frozen=True, slots=True)

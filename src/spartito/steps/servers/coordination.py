@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from spartito.cluster.spec import ClusterSpec
-from spartito.collectives.collective import Traffic
+from spartito.collectives.collective import Collective, Traffic
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.log import shown
 from spartito.ps.chief import JOB, Chief
@@ -25,7 +25,7 @@ from spartito.ps.protocol.timetable import Row, Timetable, decode_timetable
 from spartito.ps.protocol.work import NOWHERE, At, WorkSource
 from spartito.ps.scheduler.ledger import Kept
 from spartito.ps.scheduler.planner import Planner
-from spartito.steps.coordination import Coordination
+from spartito.steps.coordination import Coordination, attempt_together
 from spartito.steps.distributed import StepResult
 from spartito.steps.prepared import Pairs
 from spartito.steps.servers import groups
@@ -54,6 +54,10 @@ class LeasedCoordination(Coordination):
         self.pusher: Pusher | None = None
         self.inside = Inside.alone()
         """One's own group, where it trains apart."""
+        self.member = (0, 1)
+        """Which rows of what its group does are this task's, as (index, count)."""
+        self.members: Collective | None = None
+        """Those of one's own group, if they have a model between them."""
         self._job: Job | None = None
         self._planner: Planner | None = None
         self._streams = self._published = 0
@@ -73,9 +77,10 @@ class LeasedCoordination(Coordination):
         work: WorkSource | None,
         pusher: Pusher,
         inside: Inside,
+        member: tuple[int, int],
     ) -> None:
         """Take part in a job that has begun."""
-        self.inside = inside
+        self.inside, self.member = inside, member
         self._job, self.chief, self.work, self.pusher = job, chief, work, pusher
         if chief is not None:
             self._planner = chief.planner = Planner(pusher.pair.optimizer, job.rules.every)
@@ -132,6 +137,16 @@ class LeasedCoordination(Coordination):
     @property
     def joins(self) -> bool:
         return bool(self.kept)
+
+    def attempt_in_group(self, work: Callable[[], str]) -> list[str]:
+        """As `attempt`, of the members of one's own group if they have a model between them."""
+        if (members := self.members) is None:
+            return self.attempt(work)
+
+        def tell(text: str) -> list[str]:
+            return [each.decode() for each in members.all_gather_bytes(text.encode())]
+
+        return attempt_together(work, tell, lambda rank: members.names[rank])
 
     @property
     def traffic(self) -> Traffic:

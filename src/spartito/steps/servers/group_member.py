@@ -21,8 +21,8 @@ from spartito.collectives.liveness import LivenessCheck
 from spartito.collectives.rendezvous import Rendezvous
 from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.errors import EXIT_TASK_LOST, SpartitoError, TaskLostError, UserError
-from spartito.heartbeat import in_group, resume, waits
-from spartito.outer.groups import Members
+from spartito.heartbeat import resume, waits
+from spartito.steps.groups import Groups
 from spartito.wire.addresses import machine_of, split_address
 
 NAME = "group"
@@ -41,6 +41,7 @@ class Inside:
         leave: Ends that.
         silent: Seconds after which a member of the same machine that stands still is given up.
         liveness: Where a member leaves word of why it does no more; None: nowhere.
+        others: What else some of the members exchange something by.
     """
 
     def __init__(
@@ -49,14 +50,18 @@ class Inside:
         leave: Callable[[], None],
         silent: float = inf,
         liveness: LivenessCheck | None = None,
+        others: Sequence[Collective] = (),
     ) -> None:
         self.group, self._leave, self._liveness = group, leave, liveness
         self.gave_up = False
         """Whether this one does no more of what the others wait for, though its process lives."""
         self._left = threading.Event()
-        if isinstance(group, SharedMemoryCollective):
+        every = {id(each): each for each in (group, *others)}.values()
+        self._here = [each for each in every if isinstance(each, SharedMemoryCollective)]
+        if self._here:
             # Who is at work shows it, however long that takes: who does not stands still.
-            group.timeout = min(group.timeout, silent)
+            for each in self._here:
+                each.timeout = min(each.timeout, silent)
             threading.Thread(target=self._beat, name="spartito-group", daemon=True).start()
 
     @classmethod
@@ -65,35 +70,20 @@ class Inside:
         return cls(IdentityCollective(), lambda: None)
 
     @classmethod
-    def connect(
-        cls, cluster: ClusterSpec, members: Members, timeout: float, shares: bool, silent: float
-    ) -> Inside:
+    def connect(cls, groups: Groups, rendezvous: Rendezvous, silent: float) -> Inside:
         """Meet the other members of one's own group, who all call this.
 
         Args:
-            cluster: The job.
-            members: The indices of the workers of each group.
-            timeout: Seconds that a wait for a member may take.
-            shares: Whether those of one machine share memory.
+            groups: Those of the members, inside of it.
+            rendezvous: Where they meet.
             silent: As for `Inside`.
 
         Raises:
             TaskLostError: If a member does not come in time.
-            UserError: If it is not known where a group of several could meet.
         """
-        task = cluster.task
-        own = next((m for m in members if task.type == "worker" and task.index in m), ())
-        if len(own) < 2:
-            return cls.alone()
-        in_group(members.index(own) + 1)
-        communication = "auto" if shares else "sockets"
-        # The first one's port may be the coordinator's, so the second one keeps the store.
-        rendezvous = Rendezvous(
-            cluster_of(cluster, own), torch.device("cpu"), timeout, communication, keeper=1
-        )
-        group = rendezvous.group(NAME, range(len(own)))
-        members_here = rendezvous.members(f"{NAME} ends", range(len(own)))[0]
-        return cls(group, rendezvous.close, silent, LivenessCheck(members_here))
+        group = groups.world
+        ends = rendezvous.members(f"{NAME} ends", range(group.world_size))[0]
+        return cls(group, groups.close, silent, LivenessCheck(ends), list(groups.values()))
 
     @property
     def several(self) -> bool:
@@ -259,8 +249,8 @@ class Inside:
     def _beat(self) -> None:
         """Show the others that this one is at work, whatever it does, until it has given up."""
         while not self._left.wait(BEAT):
-            if not self.gave_up:
-                self.group.heartbeat()
+            for each in () if self.gave_up else self._here:
+                each.heartbeat()
 
 
 def _error(text: str) -> SpartitoError:
@@ -279,6 +269,8 @@ def cluster_of(cluster: ClusterSpec, own: Sequence[int]) -> ClusterSpec:
     Raises:
         UserError: If the address of the second one is not known.
     """
+    if len(own) == 1:
+        return cluster.part([cluster.rank])
     listed, rank = [*cluster.addresses["worker"]], own.index(cluster.task.index)
     where = listed[own[1]]
     if not where:

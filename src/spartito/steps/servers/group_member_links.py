@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from spartito.collectives.collective import Traffic
+from spartito.collectives.collective import Collective, Traffic
 from spartito.ps.chief import Chief
 from spartito.ps.client.servers import Servers
 from spartito.ps.job import Job
@@ -27,8 +27,8 @@ from spartito.ps.protocol.work import (
     Work,
     WorkSource,
 )
-from spartito.steps.groups import send
 from spartito.steps.servers.group_member import Inside
+from spartito.steps.servers.group_model import GroupModel
 
 
 class _Given(msgspec.Struct, frozen=True):
@@ -48,11 +48,12 @@ class _Became(msgspec.Struct, frozen=True):
 class GroupWork(WorkSource):
     """The work of a group: its first member asks ``source`` for it, which the others do not have.
 
-    What members have of the metrics is put together before a report.
+    What members have of the metrics is put together before a report, by those of ``rows``: one
+    for each part of a batch.
     """
 
-    def __init__(self, inside: Inside, source: WorkSource | None) -> None:
-        self._inside, self._source = inside, source
+    def __init__(self, inside: Inside, rows: Collective, source: WorkSource | None) -> None:
+        self._inside, self._rows, self._source = inside, rows, source
         self._timetable = b""
         self._metrics: list[bytes] | None = None  # of the present lease, of all members
 
@@ -92,7 +93,7 @@ class GroupWork(WorkSource):
             own: This member's.
         """
         if self._metrics is None:
-            self._metrics = self._inside.group.all_gather_bytes(own)
+            self._metrics = self._rows.all_gather_bytes(own)
         return self._metrics
 
     def merge(self, arrival: Arrival) -> Merge:
@@ -133,12 +134,13 @@ class GroupWork(WorkSource):
 class GroupServers(Servers):
     """The servers for a group: its first member pushes, and has the values that all begin with.
 
-    The others have connections to look at the values alone.
+    The others have connections to look at the values alone; none, where members have parts of
+    these.
     """
 
-    def __init__(self, inside: Inside, *args: Any) -> None:
+    def __init__(self, inside: Inside, model: GroupModel, *args: Any) -> None:
         super().__init__(*args)
-        self._inside = inside
+        self._inside, self._model = inside, model
 
     @property
     def traffic(self) -> Traffic:
@@ -154,10 +156,25 @@ class GroupServers(Servers):
             return msgspec.msgpack.encode(self.progress)
 
         self.progress = msgspec.msgpack.decode(self._inside.tell(ask), type=Values)
-        send(self._inside.group, self.vector.tensors)
+        self._model.spread()
         self._admitted = True
 
+    def look(self) -> None:
+        if self.links:
+            super().look()
+
+    def look_together(self) -> None:
+        """Have the newest values in what all members have; all of them call it."""
+
+        def ask() -> bytes:
+            Servers.look(self)
+            return b""
+
+        self._inside.tell(ask)
+        self._model.spread()
+
     def fill(self, starts: Sequence[Tensor] | None = None) -> tuple[list[list[int]], bool]:
+        self._model.collect()
         absent, finite = super().fill(starts) if self._inside.is_first else ([], True)
         return absent, self._inside.agree(finite)
 
@@ -176,7 +193,11 @@ class GroupServers(Servers):
 
 
 def joined(
-    job: Job, chief: Chief | None, inside: Inside, in_groups: bool
+    job: Job,
+    chief: Chief | None,
+    inside: Inside,
+    model: GroupModel,
+    rows: Collective | None,
 ) -> tuple[WorkSource | None, Servers]:
     """The work of a task of a job that has begun, and its connections to the servers.
 
@@ -184,7 +205,9 @@ def joined(
         job: What it is of.
         chief: If this task is it.
         inside: One's own group.
-        in_groups: Whether this task is in a group, of a job some of whose groups have several.
+        model: What it has of the model.
+        rows: Those of it with other rows of a batch; None: this task is in no group, of a job
+            some of whose groups have several members.
 
     Returns:
         The work is None where it computes nothing.
@@ -198,6 +221,8 @@ def joined(
 
     name = inside.tell(ask).decode()
     source = found[0] if found else None
-    if not in_groups:
+    if rows is None:
         return source, job.connect(name, source)
-    return GroupWork(inside, source), job.connect(name, source, partial(GroupServers, inside))
+    work, kind = GroupWork(inside, rows, source), partial(GroupServers, inside, model)
+    sees = inside.is_first or not model.wholes
+    return work, job.connect(name, source, kind) if sees else job.without_servers(kind)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
-from math import isfinite
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 
+from spartito.collectives.collective import Collective
 from spartito.data.batch import Batch
 from spartito.engine.batchnorm import average_statistics, local_batchnorms
 from spartito.errors import TaskLostError, UserError
-from spartito.outer.groups import (
-    EQUAL,
-)
+from spartito.outer.groups import EQUAL
 from spartito.outer.synchronized_values import Shown
 from spartito.ps.client.servers import Servers
 from spartito.ps.protocol.layout import BUFFER
@@ -29,8 +27,9 @@ from spartito.ps.protocol.timetable import Row
 from spartito.ps.protocol.work import Arrival, WorkSource
 from spartito.steps.prepared import Pair
 from spartito.steps.servers.group_member import Inside
-from spartito.steps.servers.group_state import OwnOptimizer, encode
-from spartito.steps.servers.push import Pusher, WorkPosition
+from spartito.steps.servers.group_model import GroupModel
+from spartito.steps.servers.group_state import OwnOptimizer
+from spartito.steps.servers.push import Pusher, WorkPosition, other_parameters
 
 
 class Scheduled(Protocol):
@@ -46,30 +45,84 @@ class Scheduled(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """The gradients of a group, summed and clipped: what is known of them.
+
+    Args:
+        weight: What they were divided by.
+        loss: The sum of losses.
+        is_finite: Whether they are numbers.
+        stops: Whether a member asks for an end.
+        brought: The sums of what all have brought beside that.
+    """
+
+    weight: float
+    loss: float
+    is_finite: bool
+    stops: bool
+    brought: Sequence[float]
+
+
+class GroupStep(Protocol):
+    """What a group does of an update of its own, by the strategy inside of it."""
+
+    def again(self, batch: Batch) -> Any:
+        """Compute the gradients of a batch once more."""
+        ...
+
+    def reduce_in_group(self, pair: Pair, brought: tuple[float, ...]) -> Reduced:
+        """Sum the gradients of all members, and clip them; ``brought`` begins with the stops."""
+        ...
+
+    def update_in_group(self, pair: Pair) -> None:
+        """Let the optimizer use them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member of a group that trains apart, or the only one.
+
+    Args:
+        pair: What it trains.
+        inside: The members.
+        model: What they have of the model.
+        replicas: Those who have other rows of a batch.
+        step: What they do of an update.
+    """
+
+    pair: Pair
+    inside: Inside
+    model: GroupModel
+    replicas: Collective
+    step: GroupStep
+
+
 class GroupPusher(Pusher):
     """Trains apart while a lease lasts, and then pushes what it has moved.
 
     ``work`` says with whom that is merged; ``timetable`` has the schedule's options. The members of
-    a group do all of this together, ``inside`` of it.
+    a group do all of this together.
     """
 
     def __init__(
         self,
-        pair: Pair,
+        member: Member,
         servers: Servers,
         rules: Rules,
-        compute: Callable[[Batch], Any],
         work: WorkSource | None,
         weights: str,
         timetable: Scheduled,
-        inside: Inside,
     ) -> None:
-        super().__init__(pair, servers, rules, compute)
+        super().__init__(member.pair, servers, rules, member.step.again)
         self._work, self._is_equal, self._timetable = work, weights == EQUAL, timetable
-        self._inside = inside
-        self.own: OwnOptimizer = OwnOptimizer(pair, self.forget)
+        self._member, self._inside = member, member.inside
+        self.own: OwnOptimizer = OwnOptimizer(member.model, self.forget, rules.in_step)
+        self._learns = [id(parameter) for parameter in member.pair.gradients.parameters]
         if work is not None:
             work.keep(self.own)
+        self._step = 0  # of the schedule, as this lease began
         self._starts: list[Tensor] = []
         self._common: Row = []  # the options with which all members began
         self._updates = self._rows = self._examples = 0
@@ -79,13 +132,14 @@ class GroupPusher(Pusher):
 
     def ready(self, batch: Batch) -> None:
         """As `Pusher.ready`: the values that the group itself has, once it has begun."""
+        self._check_learned()
         if self._starts:
             self._take_back()
         else:
             self.servers.admit()
             self._begin_alike()
             self._starts = self._copies()
-            self.own.kept = copy.deepcopy(self.own.state) if self._rules.in_step else None
+            self.own.leased()
         self._rows += batch.size
 
     def push(self) -> tuple[float, float]:
@@ -114,7 +168,12 @@ class GroupPusher(Pusher):
             self.servers.look()
 
     def look(self) -> None:
-        """As `Pusher.look`; the group's own values come back with its next batch."""
+        """As `Pusher.look`; the group's own values come back with its next batch.
+
+        What members have of a model between them stays.
+        """
+        if self._member.model.wholes:
+            return
         if self._own:
             self._shown.check(list(self._parameters.values()))
         elif self._starts:
@@ -143,13 +202,25 @@ class GroupPusher(Pusher):
             )
         return self.current
 
+    def look_together(self) -> None:
+        """As `Pusher.look_together`."""
+        if self._member.model.wholes:
+            self.servers.look_together()
+
+    def _check_learned(self) -> None:
+        """Refuse other parameters than those that the servers have."""
+        gradients = self.pair.gradients
+        gradients.refresh()
+        if [id(parameter) for parameter in gradients.parameters] != self._learns:
+            raise other_parameters()
+
     def _copies(self) -> list[Tensor]:
         return [tensor.detach().clone() for tensor in self.servers.vector.tensors]
 
     def forget(self) -> None:
         """Begin anew from the servers' values."""
         self._starts, self._own = [], []
-        self.own.kept = None
+        self.own.forget()
         self._updates = self._rows = self._examples = 0
         self._loss = self._weight = 0.0
 
@@ -169,41 +240,36 @@ class GroupPusher(Pusher):
     def _begin_alike(self) -> None:
         """Have all members begin with the optimizer of the first one."""
         inside, optimizer = self._inside, self.pair.optimizer
+        self._step = self._timetable.step
         if not inside.several:
+            self.own.take(self.own.news)
             return
 
         def told() -> bytes:
-            state = encode(self.own.state) if self.own.is_new else b""
-            return msgspec.msgpack.encode((settings(optimizer), state))
+            row = settings(optimizer)
+            return msgspec.msgpack.encode((self._step, row, self.own.news))
 
-        self._common, state = msgspec.msgpack.decode(inside.tell(told), type=tuple[Row, bytes])
-        if state and not inside.is_first:
-            self.own.load(state)
-        self.own.is_new = False
+        kind = tuple[int, Row, bytes]
+        self._step, self._common, news = msgspec.msgpack.decode(inside.tell(told), type=kind)
+        self.own.take(news)
 
     def _update(self, current: WorkPosition) -> tuple[float, float]:
         """An update of one's own; returns the loss and the weight in it."""
-        pair = self.pair
+        pair, step = self.pair, self._member.step
         drawn = () if pair.randomness is None else pair.randomness.piggybacked()
-        first = self._inside.is_first
-        brought = float(self.stops), first * float(self._timetable.step), float(self._rows), *drawn
-        found = pair.gradients.reduce(brought)
-        weight, loss = map(float, found[:2])
-        stops, step, rows, *others = found[2]
+        found = step.reduce_in_group(pair, (float(self.stops), float(self._rows), *drawn))
+        rows, *others = found.brought
         if pair.randomness is not None:
             pair.randomness.check(others)
-        self.stops, self._rows, self._examples = stops > 0, 0, self._examples + int(rows)
-        if weight:
-            norm = pair.gradients.norm()
-            if isfinite(norm):
-                if pair.clip_norm is not None:
-                    pair.gradients.clip(pair.clip_norm, norm)
-                with self._options(int(step)):
-                    pair.gradients.update(lambda: pair.loss_scale.step(pair.optimizer))
-                self._loss, self._weight = self._loss + loss, self._weight + weight
-            else:
-                _spoil(current)
-                weight = loss = 0.0
+        weight, loss = found.weight, found.loss
+        self.stops, self._rows, self._examples = found.stops, 0, self._examples + int(rows)
+        if weight and found.is_finite:
+            with self._options(self._step):
+                step.update_in_group(pair)
+            self._loss, self._weight = self._loss + loss, self._weight + weight
+        elif weight:
+            _spoil(current)
+            weight = loss = 0.0
         self._updates += 1
         pair.gradients.clear()
         pair.passes = 0
@@ -213,7 +279,7 @@ class GroupPusher(Pusher):
     def _options(self, step: int) -> Generator[None]:
         """A block in which the optimizer has the schedule's options of this update.
 
-        They begin at ``step``: that of the first member, of which all know equally little else.
+        They begin at ``step``: that of the first member, as the lease began.
         """
         groups, row = self.pair.optimizer.param_groups, self._timetable.at(step + self._updates)
         if self._common:
@@ -242,8 +308,9 @@ class GroupPusher(Pusher):
         assert self._work is not None
         counts = weight, self.servers.push_bytes, self._loss, self._weight, updates
         merge = self._work.merge(Arrival(current.stream, lease.id, *counts))
-        if self._inside.several and local_batchnorms(self.pair.model):
-            average_statistics(self.pair.model, self._inside.group)
+        replicas = self._member.replicas
+        if replicas.world_size > 1 and local_batchnorms(self.pair.model):
+            average_statistics(self.pair.model, replicas)
         starts, updates, examples = self._starts, self._updates, self._examples
         self.forget()
         if not merge.number:
@@ -273,6 +340,7 @@ class GroupPusher(Pusher):
             current.abandoned = True
         else:
             self.own.at = current.stream, lease.pass_, current.first
+        self.own.merged()
 
 
 def _spoil(current: WorkPosition) -> None:

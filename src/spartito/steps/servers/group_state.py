@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,12 +14,13 @@ from safetensors.torch import load, save
 from torch.optim import Optimizer
 
 from spartito.checkpoint.saved_state import Saved
-from spartito.engine.optimizers import load_named_state, named_state, unwrap
+from spartito.engine.optimizers import named_state, unwrap
 from spartito.errors import UserError
 from spartito.log import warn
 from spartito.outer.optimizer import load_outer_state, outer_state
 from spartito.ps.protocol.work import NOWHERE, At
 from spartito.steps.prepared import Pair
+from spartito.steps.servers.group_model import GroupModel
 from spartito.storage.tensors import pack_state, unpack_state
 
 if TYPE_CHECKING:
@@ -58,38 +60,88 @@ def decode(data: bytes) -> State:
 
 
 class OwnOptimizer:
-    """What a group keeps to itself: its optimizer's state, as of its last merge."""
+    """What a group keeps to itself: its optimizer's state, as of its last merge.
 
-    def __init__(self, pair: Pair, forget: Callable[[], None]) -> None:
-        """``forget`` has the group begin anew from the servers' values."""
-        self._pair, self._forget = pair, forget
+    Where members have it between them the first one has it whole since then, because it may be
+    asked for while the others compute.
+
+    Args:
+        model: What the group has of the model.
+        forget: Has the group begin anew from the servers' values.
+        in_step: Whether it may be asked for: groups wait for each other.
+    """
+
+    def __init__(self, model: GroupModel, forget: Callable[[], None], in_step: bool) -> None:
+        self._model, self._forget, self._in_step = model, forget, in_step
         self.at: At = NOWHERE
         """Where that was."""
-        self.kept: State | None = None
-        """A copy of it, while the group trains on."""
-        self.is_new = True
-        """Whether it is not what the last batches have left."""
+        self._given: bytes = b""  # what the first member got to go on from, and no other has
+        self._kept: State | None = None  # a copy of it, while the group trains on
+        self._is_new = True  # not what the last batches have left
+        self._is_stale = False  # the copy, of what members have between them
+        self.merged()
 
     @property
     def state(self) -> State:
         """It, under the user's names."""
-        if self.kept is not None:
-            return self.kept
-        return named_state(unwrap(self._pair.model), self._pair.optimizer)
+        if self._given:
+            return decode(self._given)
+        return self._model.optimizer() if self._kept is None else self._kept
 
     def show(self) -> tuple[At, bytes]:
         """As `OwnState.show`."""
         return self.at, encode(self.state)
 
-    def begin(self) -> None:
-        """Another state was loaded."""
-        self._forget()
-        self.at, self.is_new = NOWHERE, True
-
     def load(self, state: bytes) -> None:
         """As `OwnState.load`."""
-        self.is_new = True
-        load_named_state(unwrap(self._pair.model), self._pair.optimizer, decode(state))
+        self._given = state
+
+    def begin(self, state: State | None) -> None:
+        """Another one was loaded; all members call it.
+
+        Args:
+            state: That of one's own group; None: what the optimizer has.
+        """
+        self._forget()
+        self.at, self._is_new = NOWHERE, True
+        if state is not None:
+            self._model.load_optimizer(state)
+        self.merged()
+
+    @property
+    def news(self) -> bytes:
+        """On the first member: what all members are to go on from; b"" for what they have."""
+        is_all = self._is_new and not self._model.wholes
+        return self._given or (encode(self.state) if is_all else b"")
+
+    def take(self, news: bytes) -> None:
+        """Go on from what the first member has told; all members call it.
+
+        Args:
+            news: As `news`.
+        """
+        self._given, self._is_new = b"", False
+        if news:
+            self._model.load_optimizer(decode(news))
+            self._is_stale = True
+
+    def leased(self) -> None:
+        """The group trains on from here; all members call it."""
+        if self._in_step and not self._model.wholes:
+            self._kept = copy.deepcopy(self.state)
+        elif self._is_stale:
+            self.merged()
+
+    def merged(self) -> None:
+        """What the group has is merged; all members call it."""
+        self._is_stale = False
+        if self._in_step and self._model.wholes:
+            self._kept = self._model.optimizer()
+
+    def forget(self) -> None:
+        """What the optimizer has is as of the last merge."""
+        if not self._model.wholes:
+            self._kept = None
 
 
 @contextmanager
@@ -187,17 +239,16 @@ def loaded(
     pusher = coordination.pusher
     if pusher is None:
         return
-    if pusher.own is not None:
-        pusher.own.begin()
     if OUTER in found:
         named = dict(unwrap(pair.model).named_parameters())
         load_outer_state(served, named, found.whole(OUTER))
-    if whole:
-        _give(coordination, pair, found, index)
+    theirs = _give(coordination, found) if whole else {}
+    if pusher.own is not None:
+        pusher.own.begin(theirs.get(str(index)))
 
 
-def _give(coordination: LeasedCoordination, pair: Pair, found: Saved, index: int) -> None:
-    """As `loaded`, of what groups keep to themselves."""
+def _give(coordination: LeasedCoordination, found: Saved) -> Mapping[str, State]:
+    """Have the chief give each group what it keeps to itself, which is returned."""
     count, chief = coordination.shards, coordination.chief
     theirs: Mapping[str, State] = {}
     if OWN in found:
@@ -211,13 +262,12 @@ def _give(coordination: LeasedCoordination, pair: Pair, found: Saved, index: int
                 tree["count"],
                 count,
             )
-    if str(index) in theirs:
-        load_named_state(unwrap(pair.model), pair.optimizer, theirs[str(index)])
     if chief is None or coordination.kept:
-        return
+        return theirs
     first = encode(found.whole("optimizer"))
     others = range(1 if coordination.work is not None else 0, count)
     states = {
         group: encode(theirs[g]) if (g := str(group)) in theirs else first for group in others
     }
     chief.coordinator.meetings.states.keep(states)
+    return theirs

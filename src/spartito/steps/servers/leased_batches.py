@@ -117,7 +117,7 @@ class Leased(Distributed):
         slices = self._coordination.shards
         Loader(chain, (0, computer.num_replicas), seed)  # refuses what cannot be divided
         kind = IndexedReader if isinstance(chain.source, Source) else StreamReader
-        self._reader: Reader = kind(chain, slices, seed, self._coordination.inside.member)
+        self._reader: Reader = kind(chain, slices, seed, self._coordination.member)
         self._start = (0, 0)
         self._stream: int | None = None
         self._epoch = self._last = 0
@@ -278,6 +278,7 @@ class Leased(Distributed):
             yield from self._leases(work, self._pusher, stream, epoch, figures)
             over = chief is None or self._is_settled(chief, stream, epoch)
             if self._coordination.inside.agree(over):
+                self._pusher.look_together()
                 return
 
     def _is_settled(self, chief: Chief, stream: int, epoch: int) -> bool:

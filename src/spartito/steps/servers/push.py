@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from spartito.data.batch import Batch
-from spartito.engine.gradients import Gradients, LocalGradients, PackedGradients
+from spartito.engine.gradients import LocalGradients
 from spartito.errors import UserError
 from spartito.ps.client.servers import Servers
 from spartito.ps.protocol.messages import Outcome, Push
@@ -21,28 +21,25 @@ SOON = 0.05
 """Seconds after which a push waits for those of others, and not for the servers."""
 
 
-class LaidOutOnce(Gradients):
-    """Gradients of parameters whose offsets on the servers were laid out once."""
+class ServedGradients(LocalGradients):
+    """Those of a worker, of parameters whose offsets on the servers were laid out once."""
 
     _planned = False
 
     def _plan(self) -> None:
         if self._planned:
-            raise UserError(
-                "the optimizer's parameters changed, or others learn now, under parameter_server",
-                "The servers hold what learned at the start: make a new Trainer, in a new job, or "
-                "choose a synchronous strategy.",
-            )
+            raise other_parameters()
         self._planned = True
         super()._plan()
 
 
-class ServedGradients(LaidOutOnce, LocalGradients):
-    """Those of a worker."""
-
-
-class GroupGradients(LaidOutOnce, PackedGradients):
-    """Those of a group of several workers."""
+def other_parameters() -> UserError:
+    """What is said of a model that learns other parameters than the servers have."""
+    return UserError(
+        "the optimizer's parameters changed, or others learn now, under parameter_server",
+        "The servers hold what learned at the start: make a new Trainer, in a new job, or "
+        "choose a synchronous strategy.",
+    )
 
 
 class WorkPosition:
@@ -166,6 +163,9 @@ class Pusher:
         """The newest values into the model."""
         self.arrive()
         self.servers.look()
+
+    def look_together(self) -> None:
+        """The newest values, where the members of a group have a model between them."""
 
     def show(self) -> None:
         """The values in the model are the servers' own, until the next batch."""

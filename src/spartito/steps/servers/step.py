@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from math import isfinite
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito.checkpoint.saved_state import Saved
-from spartito.cluster.spec import Task
-from spartito.collectives.collective import IdentityCollective
+from spartito.checkpoint.saving import Tasks, Unwritten
+from spartito.cluster.spec import ClusterSpec, Task
+from spartito.collectives.collective import Collective, IdentityCollective
+from spartito.collectives.placement import Placement
+from spartito.collectives.rendezvous import Part, Rendezvous
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader
@@ -25,7 +30,7 @@ from spartito.engine.denormals import flushed
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike, has_sparse_gradients, named_state, unwrap
 from spartito.errors import UserError
-from spartito.heartbeat import CONNECT, during
+from spartito.heartbeat import CONNECT, during, in_group
 from spartito.names import PRECISIONS
 from spartito.outer.group_values import Values
 from spartito.outer.groups import Asked, Members
@@ -35,18 +40,20 @@ from spartito.ps.protocol.options import set_options
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.scheduler.plan import Plan
 from spartito.steps.batches import Placed
-from spartito.steps.coordination import Alike
+from spartito.steps.coordination import Agreement, Alike
 from spartito.steps.distributed import Distributed, StepResult
-from spartito.steps.parts import Parts, Prepared, Settings, State, Whole
+from spartito.steps.groups import ALIKE, DATA, MODEL, REPLICAS, SHARDS, Groups
+from spartito.steps.parts import Exchange, Parts, Prepared, Settings, State, Whole
 from spartito.steps.prepared import Pair, check_unchanged
 from spartito.steps.servers import group_state
 from spartito.steps.servers.coordination import LeasedCoordination
-from spartito.steps.servers.group_member import Inside
+from spartito.steps.servers.group_member import NAME, Inside
 from spartito.steps.servers.group_member_links import joined
-from spartito.steps.servers.group_push import GroupPusher
+from spartito.steps.servers.group_model import EqualModels, GroupModel, ModelInParts
+from spartito.steps.servers.group_push import GroupPusher, Member, Reduced
 from spartito.steps.servers.groups import Apart, apart, check_length, members_of, tell_of_statistics
 from spartito.steps.servers.leased_batches import Leased
-from spartito.steps.servers.push import GroupGradients, Pusher, ServedGradients
+from spartito.steps.servers.push import Pusher, ServedGradients
 from spartito.steps.step import Step
 from spartito.steps.task_end import serve_and_end, uncaught
 from spartito.steps.team import Team
@@ -155,28 +162,62 @@ class ServedTeam(Team):
     coordination: LeasedCoordination
     inside: Inside = Inside.alone()
     """One's own group; alone before the groups are made."""
+    group: ClusterSpec | None = None
+    """The tasks of one's own group, where it trains apart."""
     service: Service
     served: Optimizer
     """The optimizer that the servers run, which has no state here."""
 
+    @property
+    def tasks(self) -> ClusterSpec:
+        """As `Team.tasks`."""
+        return self.group or self.cluster
+
+    @property
+    def member(self) -> tuple[int, int]:
+        """Which rows of what its group does are this task's, as (index, count)."""
+        return (0, 1) if self.group is None else self.own_shard
+
+    @property
+    def called(self) -> str:
+        """As `Team.called`."""
+        return "parameter_server"
+
     def form(self, parts: Parts) -> None:
         """As `Team.form`: they agree by what the chief decides."""
+        self.topology = parts.topology
         self.coordination = LeasedCoordination(
-            self.name, self.job, self.cluster, self.pairs, self.service.rules.workers
+            self.called, self.job, self.cluster, self.pairs, self.service.rules.workers
         )
 
     def enter_group(self) -> None:
-        """Meet one's own group, whose members all call this, if there is a group of several."""
-        options = self.service.options
-        if self.service.in_groups:
-            self.inside = Inside.connect(
-                self.cluster, self.service.members, options.timeout, options.shared_memory,
-                options.lease_seconds,
-            )  # fmt: skip
+        """Meet one's own group, whose members all call this, if it trains apart."""
+        if self.group is None:
+            return
+        options, several = self.service.options, self.group.world_size > 1
+        # The first one's port may be the coordinator's, so the second one keeps the store.
+        rendezvous = Rendezvous(
+            self.group, self.device, options.timeout,
+            "auto" if options.shared_memory else "sockets", keeper=1 if several else None,
+        )  # fmt: skip
+        self.groups = Groups(rendezvous, self.group, self._connect)
+        if several:
+            in_group(self.service.group_of(self.task) + 1)
+            self.inside = Inside.connect(self.groups, rendezvous, options.lease_seconds)
+
+    def _connect(self, rendezvous: Rendezvous, group: ClusterSpec) -> Mapping[str, Collective]:
+        """As `Topology.connect`, inside of one's own group."""
+        there = cast("Rendezvous", Part(rendezvous, NAME, range(group.world_size)))
+        found = self.topology.connect(there, group)
+        shards = found.get(SHARDS)
+        alike = shards is not None and shards.world_size > 1 and found[MODEL].world_size == 1
+        alone = {ALIKE: IdentityCollective()} if alike else {}  # servers join what groups have
+        return {REPLICAS: found[DATA], **found, **alone}
 
     def meet(self) -> None:
         """As `Team.meet`."""
-        self.replicas = self.inside.group
+        if self.group is not None:
+            self.replicas, self.model = self.groups.replicas, self.groups.model
 
     @property
     def data_shard(self) -> tuple[int, int]:
@@ -211,8 +252,8 @@ class ServedTeam(Team):
         return float(batch.size or 1)  # a push is the mean over its own examples
 
 
-class Push(Whole):
-    """The exchange with servers: gradients go there, and values come back.
+class ToServers(Whole):
+    """The exchange of a worker whose gradients go to servers as they are.
 
     Args:
         team: The workers.
@@ -237,8 +278,6 @@ class Push(Whole):
         alone = team.cluster.local_size == 1  # among the workers of this machine
         if team.device.type == "cuda" and alone and torch.cuda.device_count() > 1:
             whole = nn.DataParallel(model)  # divides the local batch over all its devices
-        if team.inside.several:
-            return whole, GroupGradients(optimizer, team.inside.group)
         return whole, ServedGradients(optimizer)
 
     def stepping(self, pair: Pair) -> AbstractContextManager[None]:
@@ -252,8 +291,46 @@ class Push(Whole):
         """As `Exchange.values`."""
         return whole()
 
+
+class Push:
+    """The exchange with servers, around the one inside of a group: they have what is saved.
+
+    Args:
+        team: The workers.
+        inner: How the members of a group make an update, or what a worker pushes.
+    """
+
+    def __init__(self, team: ServedTeam, inner: Exchange) -> None:
+        self._team, self.inner = team, inner
+        self.check, self.begin, self.gradients = inner.check, inner.begin, inner.gradients
+        self.stepping, self.optimize, self.values = inner.stepping, inner.optimize, inner.values
+        self.cuts, self.owned, self.showing = inner.cuts, inner.owned, inner.showing
+
+    @property
+    def agreement(self) -> Agreement:
+        """As `Exchange.agreement`."""
+        return self.inner.agreement
+
+    @property
+    def brings(self) -> bool:
+        """As `Exchange.brings`."""
+        return self.inner.brings
+
+    @property
+    def divides(self) -> bool:
+        """As `Exchange.divides`."""
+        return self.inner.divides
+
+    @property
+    def fraction(self) -> float:
+        """As `Exchange.fraction`."""
+        return self.inner.fraction
+
     def save(self, pair: Pair, state: Callable[[], State]) -> State:
         """As `Held.save`: what the servers have."""
+        return self.inner.save(pair, lambda: self._saved(pair))
+
+    def _saved(self, pair: Pair) -> State:
         coordination, served = self._team.coordination, self._team.served
         if self._team.service.apart is not None:
             in_step = self._team.service.rules.in_step
@@ -277,7 +354,7 @@ class Push(Whole):
             else:
                 now = self.save(pair, dict)
             saved = Saved.of({**now, **given})  # the servers keep theirs
-        load(saved)
+        self.inner.load(pair, saved, load)
         if apart:
             index = team.service.group_of(team.task)
             group_state.loaded(coordination, pair, team.served, saved, whole, index)
@@ -346,7 +423,7 @@ class ServedStep(Step):
         if settings.deterministic:
             self._rules.check_deterministic(has_batchnorm(model))
         self.team.enter_group()
-        self._sync_batchnorm = self.team.inside.several
+        self._sync_batchnorm = self.team.member[1] > 1
         if self.is_chief:
             tell_of_statistics(self._rules, model)
         if settings.clip_norm is not None and means:
@@ -377,10 +454,11 @@ class ServedStep(Step):
         self.coordination.announce_options()
         self.coordination.computing.repeats, self._loss = True, loss
         pair = self.team.pairs.only
-        output = self._compute(pair, batch, loss)
-        if not self._is_due(pair):
-            return StepResult(output, batch.global_size)
-        return self._push(output)
+        with self.parts.exchange.stepping(pair):
+            output = self._compute(pair, batch, loss)
+            if not self._is_due(pair):
+                return StepResult(output, batch.global_size)
+            return self._push(output)
 
     def flush(self) -> StepResult | None:
         return self.coordination.progress()  # all is pushed: what others did comes in
@@ -404,6 +482,22 @@ class ServedStep(Step):
         if self._is_due(pair):
             self.coordination.announce_options()
             self._push(None)
+
+    def save(self, directory: Path, later: bool = False) -> Unwritten:
+        """As `Step.save`: the chief does, from the servers."""
+        if self.is_chief or self.team.is_evaluator:
+            return super().save(directory, later)
+        pair = self.team.pairs.meant("save()")
+        with self.parts.showing():
+            self.parts.placement.save(pair, lambda: self.parts.exchange.save(pair, dict))
+        return Unwritten(lambda: None, lambda: 0)
+
+    @property
+    def _tasks(self) -> Tasks:
+        """Those who have the state between them, if it is of members of a group."""
+        alone = IdentityCollective()
+        attempt = self.coordination.attempt_in_group
+        return Tasks(attempt, self.coordination.members or alone, self.is_chief)
 
     def close(self) -> None:
         """Leave the job; the chief ends it once the workers have left."""
@@ -465,39 +559,85 @@ class ServedStep(Step):
             self.coordination.agree_to_stop(True)
         return self.coordination.progress(output, loss, weight)
 
-    def _again(self, batch: Batch) -> Any:
+    def again(self, batch: Batch) -> Any:
+        """Compute the gradients of a batch once more: the first ones came too late."""
         return self._compute(self.team.pairs.only, batch, self._loss)
+
+    def reduce_in_group(self, pair: Pair, brought: tuple[float, ...]) -> Reduced:
+        """As `GroupStep.reduce_in_group`."""
+        team, gradients = self.team, pair.gradients
+        self.computation.complete(pair)
+        gradients.whole = divided = team.model.world_size > 1
+        with team.replicas.current_call.during("update"):
+            weight, loss, (stops, *rest) = gradients.reduce(brought)
+            if divided:
+                stops = self._end_together(stops, loss)
+        gradients.summed = True
+        weight, loss, is_finite = float(weight), float(loss), True
+        if weight:
+            norm = self.global_norm(pair)
+            is_finite = isfinite(norm)
+            if is_finite and pair.clip_norm is not None:
+                gradients.clip(pair.clip_norm, norm)
+        return Reduced(weight, loss, is_finite, stops > 0, rest)
+
+    def update_in_group(self, pair: Pair) -> None:
+        """As `GroupStep.update_in_group`."""
+        self.parts.exchange.optimize(pair)
+
+    def _compute(self, pair: Pair, batch: Batch, loss: LossFunction | None) -> Any:
+        with _watching(self.team, pair):
+            return super()._compute(pair, batch, loss)
 
     def _join(self, pair: Pair) -> None:
         """Join the job: a ps serves, all others return with connections."""
-        apart = self._service.apart
+        team, apart = self.team, self._service.apart
         served = pair.optimizer if apart is None else apart.optimizer(pair.optimizer)
-        self.team.served = served
-        if self.team.is_evaluator:
+        team.served = served
+        if team.is_evaluator:
             return
-        model, inside, options = unwrap(pair.model), self.team.inside, self._service.options
-        job = Job(self.cluster, self._rules, options, model, served, self._service.speakers)
-        coordination = self.coordination
+        coordination, inside, options = self.coordination, team.inside, self._service.options
+        own = self._model_of_group(pair)
+        model, speakers = unwrap(pair.model), self._service.speakers
+        with self.parts.showing():
+            job = Job(self.cluster, self._rules, options, model, served, speakers, own.wholes)
         if self.task.type == "ps":
             serve_and_end(job, coordination.record_to)
         with during(CONNECT):
             chief = job.begin() if self.is_chief else None
-            grouped = self.in_groups and self._service.group_of(self.task) >= 0
-            work, servers = joined(job, chief, inside, grouped)
-            if self._service.apart is None:
-                pusher = Pusher(pair, servers, self._rules, self._again)
+            grouped = self.in_groups and team.group is not None
+            work, servers = joined(job, chief, inside, own, team.groups.data if grouped else None)
+            pusher: Pusher
+            if apart is None:
+                pusher = Pusher(pair, servers, self._rules, self.again)
             else:
-                weights = self._service.apart.weights
+                member = Member(pair, inside, own, team.replicas, self)
                 pusher = GroupPusher(
-                    pair, servers, self._rules, self._again, work, weights, coordination, inside
+                    member, servers, self._rules, work, apart.weights, coordination
                 )
-            coordination.join(job, chief, work, pusher, inside)
+            coordination.join(job, chief, work, pusher, inside, team.member)
             if chief is not None:
                 chief.gather(min(START_SECONDS, options.timeout))
 
+    def _model_of_group(self, pair: Pair) -> GroupModel:
+        """What one's own group has of the model."""
+        inside = self.team.inside
+        if not (inside.several and self._is_divided(pair)):
+            return EqualModels(pair, inside.group)
+        self.coordination.members = inside.group
+        everybody = Placement((tuple(range(inside.group.world_size)),))
+        alone = JoinedGroups(
+            inside.group.rank, inside.group.names, everybody, inside.group, IdentityCollective, None
+        )
+        exchange = self.parts.exchange
+        assert isinstance(exchange, Push), "made so"
+        held = dataclasses.replace(self.parts, exchange=exchange.inner)
+        values = self.values(pair, alone)
+        return ModelInParts(pair, held, values, inside.group, self.coordination.attempt_in_group)
+
 
 @contextmanager
-def watching(team: ServedTeam, pair: Pair) -> Generator[None]:
+def _watching(team: ServedTeam, pair: Pair) -> Generator[None]:
     """A block around a forward pass, which changes no buffer where numbers are one device's.
 
     Args:
