@@ -105,7 +105,7 @@ def train(
 
     import spartito as sp
     from spartito.data.packaged import split_digits
-    from spartito.ps.client.vector import Copies, Vector
+    from spartito.ps.client.vector import SpanCopies, Vector
     from spartito.ps.protocol.layout import Span
     from spartito.ps.protocol.memory import allocate
     from spartito.ps.protocol.messages import Outcome, Push
@@ -127,14 +127,14 @@ def train(
     served = torch.optim.SGD(twin.parameters(), rate, momentum)
     span = Span(0, vectors[0].layout.size)
     shard = Shard(vectors[1].layout, span, served, vectors[1].tensors)
-    Copies(vectors[0], span, shard.values).store()
+    SpanCopies(vectors[0], span, shard.values).store()
     store = Store(shard, rules, gates=False, log=None)
     store.ready = True
     gate = Gate(rules.max_staleness or 0) if rules.waits else None
     inbox = allocate(span)
-    outgoing = Copies(vectors[0], span, inbox)
+    outgoing = SpanCopies(vectors[0], span, inbox)
     pulled = [allocate(span) for _ in range(workers)]
-    incoming = [Copies(vectors[0], span, memory) for memory in pulled]
+    incoming = [SpanCopies(vectors[0], span, memory) for memory in pulled]
     versions, rows, items = [0] * workers, _batches(len(y), epochs, seed), [0] * workers
     dice, pushes = Random(seed), epochs * -(-len(y) // BATCH)
     ends: list[tuple[float, int]] = []
@@ -188,7 +188,7 @@ def train(
         else:
             take(worker)
         grant()
-    Copies(vectors[0], span, shard.values).load()
+    SpanCopies(vectors[0], span, shard.values).load()
     with torch.no_grad():
         right = (model(vx).argmax(1) == vy).float().mean().item()
     return Trained(right, store.staleness.mean, now, computed)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spartito.checkpoint.cuts import Box, SpanCut, boxes_of_span, gap
-from spartito.checkpoint.saving import Copies
+from spartito.checkpoint.saving import CopyMemory
 from spartito.checkpoint.stored_parts import Part, Reader, Slot, write_parts
 from spartito.checkpoint.write_plan import Local, merged, plan
 from spartito.errors import UserError
@@ -194,7 +194,7 @@ def test_a_missing_or_damaged_file_is_named(tmp_path: Path) -> None:
 
 def test_copies_that_are_still_written_are_not_overwritten() -> None:
     """A save that was given up may still write from them when the next one copies."""
-    slot, copies = Slot("weight", (3,), torch.float32, Box.all_of((3,))), Copies()
+    slot, copies = Slot("weight", (3,), torch.float32, Box.all_of((3,))), CopyMemory()
     first = copies.of({"model": {slot: torch.ones(3)}})["model"][slot]
     again = copies.of({"model": {slot: torch.ones(3)}})["model"][slot]
     assert again.data_ptr() == first.data_ptr()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.client.vector import SpanCopies, Vector
 from spartito.ps.protocol.layout import Span
 from spartito.ps.protocol.messages import Outcome, Push
 from spartito.ps.protocol.rules import Rules
@@ -43,7 +43,7 @@ class Bench:
         shard = Shard(vector.layout, span, optimizer, vector.tensors)
         self.store = Store(shard, rules, gates=gates, log=None)
         self.store.ready = True
-        self._copies = Copies(vector, span, shard.values)
+        self._copies = SpanCopies(vector, span, shard.values)
         self._model = model
 
     def push(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.client.vector import SpanCopies, Vector
 from spartito.ps.protocol.layout import Span, cut
 from spartito.ps.protocol.memory import allocate, dtype_of
 
@@ -81,7 +81,7 @@ def spans_of(vector: Vector, servers: int) -> tuple[Span, ...]:
     return cut(vector.layout, max(1, min(servers, len(sizes))), 1, False)
 
 
-def sides(vector: Vector, servers: int) -> list[tuple[Span, Tensor, Copies]]:
+def sides(vector: Vector, servers: int) -> list[tuple[Span, Tensor, SpanCopies]]:
     """Of each server its span, memory, and the copies between it and the model."""
     found = [(span, allocate(span)) for span in spans_of(vector, servers)]
-    return [(span, memory, Copies(vector, span, memory)) for span, memory in found]
+    return [(span, memory, SpanCopies(vector, span, memory)) for span, memory in found]

@@ -20,7 +20,7 @@ from spartito.errors import SpartitoError
 from spartito.ps.client.control import Control
 from spartito.ps.client.link import Address, Link
 from spartito.ps.client.servers import Servers
-from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.client.vector import SpanCopies, Vector
 from spartito.ps.protocol.layout import cut
 from spartito.ps.protocol.memory import allocate
 from spartito.ps.protocol.messages import (
@@ -145,7 +145,7 @@ class Job:
         values, states = [], list[State]()
         for span in self.spans:
             memory = allocate(span)
-            Copies(self.vector, span, memory).store()
+            SpanCopies(self.vector, span, memory).store()
             values.append(memory)
             states.append({})
         control.load("job", values, states, settings(self.optimizer))

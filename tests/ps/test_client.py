@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.client.vector import SpanCopies, Vector
 from spartito.ps.protocol.layout import LINE, Span
 from spartito.ps.protocol.memory import allocate, areas
 from spartito.ps.protocol.messages import (
@@ -76,7 +76,7 @@ def test_training_over_links_is_training(
     assert 4 * size <= sum(link.sent for link in servers.links) <= 4 * size + 20_000
     states = control.states()
     for span, (values, state, _) in zip(run.spans, states, strict=True):
-        Copies(run.vector, span, values).load()
+        SpanCopies(run.vector, span, values).load()
         assert bool(state) == (kind is Adam)
     assert_close(run.model, expected)
     servers.close()
@@ -149,7 +149,7 @@ def test_what_is_frozen_does_not_travel(
             twin.average.mul_(0.5)  # type: ignore[operator]
     train(range(8, 9))
     for span, (values, *_) in zip(run.spans, control.states(), strict=True):
-        Copies(run.vector, span, values).load()
+        SpanCopies(run.vector, span, values).load()
     assert_close(run.model, expected)
     other = frozen()
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_what_is_frozen_does_not_travel(
             parameter.add_(1)
     loaded = [allocate(span) for span in run.spans]
     for span, memory in zip(run.spans, loaded, strict=True):
-        Copies(Vector(other, make(other, run.kind)), span, memory).store()
+        SpanCopies(Vector(other, make(other, run.kind)), span, memory).store()
     control.load("job", loaded, [{} for _ in loaded], settings(run.optimizer))
     servers.pull(admit=True)
     assert_close(model, other, 0.0)
@@ -212,7 +212,7 @@ def test_a_state_that_was_given_comes_back(job: Start, way: dict[str, Any]) -> N
     states: list[State] = []
     for number, server in enumerate(run.servers):
         memory = allocate(run.spans[number])
-        Copies(run.vector, run.spans[number], memory).store()
+        SpanCopies(run.vector, run.spans[number], memory).store()
         values.append(memory)
         states.append({})
         for slot, cut_run in enumerate(server.store.shard.slots):

@@ -19,7 +19,7 @@ from spartito.collectives.shared_memory import supported
 from spartito.collectives.versions import Versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.ps.client.link import BREAKS, Address, Link, Restarted
-from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.client.vector import SpanCopies, Vector
 from spartito.ps.protocol.layout import cut
 from spartito.ps.protocol.messages import (
     PURPOSE,
@@ -139,7 +139,7 @@ def test_a_server_with_another_life_has_forgotten(job: Start) -> None:
     assert servers.links[1].ask(Status()).version == 1
     # What server 0 had brought before the other was found to be another is in the model too.
     for span, (values, *_) in zip(run.spans, control.states(), strict=True):
-        Copies(run.vector, span, values).load()
+        SpanCopies(run.vector, span, values).load()
     assert_close(model, run.model, 0.0)
 
 

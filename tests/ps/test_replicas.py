@@ -20,7 +20,7 @@ from spartito.ps.client.appointments import Server as Watched
 from spartito.ps.client.control import Control
 from spartito.ps.client.link import Address, Link
 from spartito.ps.client.servers import Servers
-from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.client.vector import SpanCopies, Vector
 from spartito.ps.protocol.layout import cut
 from spartito.ps.protocol.memory import allocate
 from spartito.ps.protocol.messages import (
@@ -58,7 +58,7 @@ class Pair(Job):
         self.chief = Control([self.both(self.hello(chief=True), self.vector)])
         self.ends.callback(self.chief.close)
         values = allocate(self.spans[0])
-        Copies(self.vector, self.spans[0], values).store()
+        SpanCopies(self.vector, self.spans[0], values).store()
         self.appointments.loaded = self.chief.loaded
         self.chief.load("job", [values], [{}], settings(self.optimizer))
 

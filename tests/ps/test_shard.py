@@ -27,7 +27,7 @@ from torch.optim import (
 )
 
 from spartito.engine.optimizers import fuse
-from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.client.vector import SpanCopies, Vector
 from spartito.ps.protocol.layout import cut
 from spartito.ps.protocol.memory import allocate, flat
 from spartito.ps.protocol.options import settings as options_of
@@ -100,19 +100,19 @@ class Servers:
         for span in self.spans:
             twin, own = deepcopy((net, optimizer))
             shard = Shard(self.vector.layout, span, own, Vector(twin, own).tensors)
-            Copies(self.vector, span, shard.values).store()
+            SpanCopies(self.vector, span, shard.values).store()
             self.shards.append(shard)
 
     def push(self, rate: float = 1.0) -> None:
         """The model's gradients as one update of each shard."""
         for shard in self.shards:
             memory = allocate(shard.span)
-            absent = Copies(self.vector, shard.span, memory).store_gradients()
+            absent = SpanCopies(self.vector, shard.span, memory).store_gradients()
             shard.update(memory, absent, rate)
 
     def pull(self) -> None:
         for shard in self.shards:
-            Copies(self.vector, shard.span, shard.values).load()
+            SpanCopies(self.vector, shard.span, shard.values).load()
 
     def state_into(self, optimizer: Optimizer, tensors: Sequence[Tensor]) -> None:
         """The shards' state as that of an optimizer of whole tensors."""

@@ -18,7 +18,7 @@ from torch.optim import (
     Optimizer,
 )
 
-from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.client.vector import SpanCopies, Vector
 from spartito.ps.protocol.layout import Span, cut
 from spartito.ps.protocol.memory import allocate
 from spartito.ps.protocol.options import settings as options_of
@@ -124,13 +124,13 @@ def test_a_mean_of_pushes(weights: list[float]) -> None:
     vector = Vector(model, optimizer)
     span = Span(0, vector.layout.size)
     before, total = allocate(span), allocate(span)
-    zero = Copies(vector, span, before)
+    zero = SpanCopies(vector, span, before)
     zero.store()
     shard = Shard(vector.layout, span, optimizer, vector.tensors)
     mean = torch.zeros(50).double()
     for number, weight in enumerate(weights):
         push = allocate(span)
-        copies = Copies(vector, span, push)
+        copies = SpanCopies(vector, span, push)
         grad = torch.randn(50, generator=torch.Generator().manual_seed(number)).double()
         model.weight.grad = grad
         mean += weight * grad / sum(weights)
@@ -157,7 +157,7 @@ def test_clipping_bounds_the_whole_gradient(norm: float, scale: float) -> None:
     net.d.grad = torch.zeros(17).double()
     net.d.grad[:2] = torch.tensor([6.0, -8.0])
     push = allocate(shard.span)
-    copies = Copies(Vector(net, make(SGD, net)), shard.span, push)
+    copies = SpanCopies(Vector(net, make(SGD, net)), shard.span, push)
     copies.store_gradients()
     shard.clip(push, norm)
     copies.load()

@@ -12,7 +12,7 @@ from spartito.ps.client.control import Control
 from spartito.ps.protocol.keys import Keys
 from spartito.ps.protocol.messages import Copying
 from spartito.ps.scheduler.queue import WorkQueue
-from spartito.ps.server.copies import Copies
+from spartito.ps.server.copies import BackupLink
 from spartito.ps.server.replica import Replica
 from spartito.ps.server.store import Store
 from tests.ps.simulation.world import World, simulate
@@ -95,20 +95,22 @@ def test_what_it_would_find_of_two_servers_with_the_same_values(
 ) -> None:
     """It fails where a reply is sent too early, by a wrong server, or work items are not told."""
     with monkeypatch.context() as without:
-        without.setattr(Copies, "has", lambda self, mark, whole=False: True)
+        without.setattr(BackupLink, "has", lambda self, mark, whole=False: True)
         assert fails(range(40), 2)
     with monkeypatch.context() as without:  # a primary decides on its own that it is alone
         alone = Copying.LOST
-        has = Copies.has
-        without.setattr(Copies, "has", lambda self, *what: self.state is alone or has(self, *what))
+        has = BackupLink.has
+        without.setattr(
+            BackupLink, "has", lambda self, *what: self.state is alone or has(self, *what)
+        )
         assert fails(range(100, 400), 2)  # one in 75 does
     with monkeypatch.context() as without:
         without.setattr(Replica, "_is_able", lambda self, asked: True)
         assert fails(range(40), 2)
     with monkeypatch.context() as without:
-        update = Copies.update
+        update = BackupLink.update
         without.setattr(
-            Copies,
+            BackupLink,
             "update",
             lambda self, one, gradient: update(self, replace(one, keys=[]), gradient),
         )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.client.vector import SpanCopies, Vector
 from spartito.ps.protocol.layout import Span
 from spartito.ps.protocol.memory import allocate
 from spartito.ps.protocol.messages import Outcome, Push
@@ -27,8 +27,8 @@ class Worker:
         optimizer = SGD(self.model.parameters(), lr=0.0)
         vector, span = Vector(self.model, optimizer), store.shard.span
         self._in, self._out = allocate(span), allocate(span)
-        self._incoming = Copies(vector, span, self._in)
-        self._outgoing = Copies(vector, span, self._out)
+        self._incoming = SpanCopies(vector, span, self._in)
+        self._outgoing = SpanCopies(vector, span, self._out)
         self.pull()
 
     def pull(self) -> None:
@@ -57,7 +57,7 @@ def test_they_stay_within_what_was_seen_and_settle(workers: int, aggregate: int)
     optimizer = SGD(model.parameters(), lr=0.0)
     vector = Vector(model, optimizer)
     shard = Shard(vector.layout, Span(0, vector.layout.size), optimizer, vector.tensors)
-    served = Copies(vector, shard.span, shard.values)
+    served = SpanCopies(vector, shard.span, shard.values)
     served.store()
     store = Store(shard, Rules(workers, aggregate=aggregate), gates=False, log=None)
     crowd = [Worker(model, store, index) for index in range(workers)]
@@ -89,7 +89,7 @@ def test_one_worker_has_the_statistics_that_torch_has() -> None:
     optimizer = SGD(model.parameters(), lr=0.0)
     vector = Vector(model, optimizer)
     shard = Shard(vector.layout, Span(0, vector.layout.size), optimizer, vector.tensors)
-    served = Copies(vector, shard.span, shard.values)
+    served = SpanCopies(vector, shard.span, shard.values)
     served.store()
     worker = Worker(model, Store(shard, Rules(1), gates=False, log=None), 0)
     for _ in range(20):
@@ -110,9 +110,9 @@ def test_a_mean_with_what_stayed_the_same(changed: tuple[bool, ...]) -> None:
     optimizer = SGD([model["weight"]], lr=1.0)
     vector = Vector(model, optimizer)
     shard = Shard(vector.layout, Span(0, vector.layout.size), optimizer, vector.tensors)
-    Copies(vector, shard.span, shard.values).store()
+    SpanCopies(vector, shard.span, shard.values).store()
     old = allocate(shard.span).copy_(shard.values)
-    before = Copies(vector, shard.span, old)
+    before = SpanCopies(vector, shard.span, old)
     rules = Rules(3, aggregate=3)
     store = Store(shard, rules, gates=False, log=None)
     for worker, changes in enumerate(changed):
@@ -121,12 +121,12 @@ def test_a_mean_with_what_stayed_the_same(changed: tuple[bool, ...]) -> None:
         model.get_buffer("mean").add_(3.0 * worker if changes else 0.0)
         model.get_buffer("count").add_(3 if changes else 0)
         memory = allocate(shard.span).fill_(255)  # nothing may be read where nothing is stored
-        copies = Copies(vector, shard.span, memory)
+        copies = SpanCopies(vector, shard.span, memory)
         absent = copies.store_gradients() + copies.store_changes(before)
         push = Push([(1, 0, worker, 0)], 0, 1.0, 1, absent)
         with store.lock:
             assert store.push(worker, push, memory)[0] == Outcome.APPLIED
-    Copies(vector, shard.span, shard.values).load()
+    SpanCopies(vector, shard.span, shard.values).load()
     assert model["weight"].tolist() == [0.0] * 4
     moved = sum(worker * changes for worker, changes in enumerate(changed))
     assert model.get_buffer("mean").tolist() == pytest.approx([2.0 + moved] * 5)

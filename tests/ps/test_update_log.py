@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer, RMSprop
 
-from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.client.vector import SpanCopies, Vector
 from spartito.ps.protocol.layout import Span
 from spartito.ps.protocol.memory import allocate
 from spartito.ps.protocol.messages import Push
@@ -39,7 +39,7 @@ def shard_of(model: nn.Module, kind: type[Optimizer]) -> tuple[Shard, Vector]:
     optimizer = kind(model.parameters(), **options)
     vector = Vector(model, optimizer)
     shard = Shard(vector.layout, Span(0, vector.layout.size), optimizer, vector.tensors)
-    Copies(vector, shard.span, shard.values).store()
+    SpanCopies(vector, shard.span, shard.values).store()
     return shard, vector
 
 
@@ -61,7 +61,7 @@ def gradient(vector: Vector, span: Span, seed: int) -> tuple[torch.Tensor, list[
     for number, tensor in enumerate(vector.tensors):
         if tensor.requires_grad:
             tensor.grad = None if number == seed % 4 else torch.randn(tensor.shape, generator=dice)
-    return memory, Copies(vector, span, memory).store_gradients()
+    return memory, SpanCopies(vector, span, memory).store_gradients()
 
 
 def same_state(one: Shard, other: Shard) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from spartito.errors import UserError
-from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.client.vector import SpanCopies, Vector
 from spartito.ps.protocol.layout import BUFFER, LINE, Span, cut, runs
 from spartito.ps.protocol.memory import allocate, dtype_of, flat
 from spartito.ps.server.shard import Shard
@@ -189,7 +189,7 @@ def test_an_infinity_that_stays_is_no_change() -> None:
     vector = Vector(model, SGD([model.weight], lr=1.0))
     span = Span(0, vector.layout.size)
     old, new = allocate(span), allocate(span)
-    before, after = Copies(vector, span, old), Copies(vector, span, new)
+    before, after = SpanCopies(vector, span, old), SpanCopies(vector, span, new)
     before.store()
     model.weight.grad = torch.ones(40)
     model.mean += 2
@@ -277,7 +277,7 @@ def test_what_is_not_dense_is_refused() -> None:
     vector = Vector(nn.ParameterDict({"weight": parameter}), SGD([parameter], lr=1.0))
     for spans in (cut(vector.layout, 1, 1, False), cut(vector.layout, 2, 1, False)):
         with pytest.raises(UserError, match=r"\(8, 4\)"):
-            Copies(vector, spans[0], allocate(spans[0]))
+            SpanCopies(vector, spans[0], allocate(spans[0]))
 
 
 def test_tied_parameters_and_passing_buffers() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
-from spartito.checkpoint.saving import Copies
+from spartito.checkpoint.saving import CopyMemory
 from spartito.checkpoint.stored_parts import Slot
 from spartito.errors import TaskLostError, UserError
 from spartito.failpoints import ENV
@@ -36,7 +36,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.rand(8, WIDE), torch.rand(8, WIDE)
 
 
-class SlowCopies(Copies):
+class SlowCopies(CopyMemory):
     """Those of a task that comes late: another one would be far ahead if it did not wait."""
 
     def of(self, sections: Mapping[str, Mapping[Slot, Tensor]]) -> dict[str, dict[Slot, Tensor]]:

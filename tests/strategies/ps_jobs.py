@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import spartito as sp
 from spartito.checkpoint.manager import CheckpointManager
 from spartito.data.batch import Batch
-from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.client.vector import SpanCopies, Vector
 from spartito.ps.protocol.layout import cut
 from spartito.ps.protocol.slots import is_elementwise
 from spartito.ps.server.shard import Shard
@@ -295,9 +295,9 @@ def replayed(asked: Asked, folder: Path, servers: int) -> dict[str, Tensor]:
             for group in optimizer.param_groups:
                 group["fused"] = not whole  # as strategies choose it on a CPU
             shard = Shard(vector.layout, span, optimizer, vector.tensors)
-            Copies(vector, span, shard.values).store()
+            SpanCopies(vector, span, shard.values).store()
             replay(folder / f"ps-{number}.log", shard)
-            Copies(vector, span, shard.values).load()
+            SpanCopies(vector, span, shard.values).load()
         return net.state_dict()
     finally:
         torch.set_num_threads(threads)

@@ -104,7 +104,7 @@ def test_a_group_of_which_nobody_is_left_begins_where_groups_have_met(tmp_path: 
 
 @pytest.mark.parametrize("every", [4, pytest.param(1000, marks=pytest.mark.slow)])
 def test_the_others_go_on_without_a_group(every: int, tmp_path: Path) -> None:
-    """It had done a part of a stretch; nobody comes in its place."""
+    """It had done a part of a stretch; nobody comes instead of it."""
     alone = Recovery(min_workers=2, wait=0.1)
     strategy = {**GROUPS, "every": every}
     plan = Plan(4, frozenset({(2, 6), (3, 6)}), False, alone, strategy)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from spartito.checkpoint.manager import CheckpointManager, read_checkpoint
-from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.client.vector import SpanCopies, Vector
 from spartito.ps.protocol.layout import Span
 from spartito.ps.protocol.memory import allocate
 from spartito.ps.server.shard import Shard
@@ -251,7 +251,7 @@ def variances(run: Run) -> Iterator[torch.Tensor]:
     vector = Vector(net, optimizer)
     span = Span(0, vector.layout.size)
     shard = Shard(vector.layout, span, optimizer, vector.tensors)
-    served = Copies(vector, span, shard.values)
+    served = SpanCopies(vector, span, shard.values)
     served.store()
     for entry in entries(run.folder / "pushes" / "ps-0.log"):
         gradient = torch.frombuffer(bytearray(entry.gradient), dtype=torch.uint8)

@@ -13,7 +13,7 @@ import torch
 
 from spartito.cluster.recovery import Recovery
 from spartito.engine.divided_update import DividedUpdates
-from spartito.engine.sharding.shard_copies import VALUES, Copies, Snapshot
+from spartito.engine.sharding.shard_copies import VALUES, ShardCopies, Snapshot
 from spartito.engine.sharding.sharded_gradients import ShardedGradients
 from spartito.errors import UserError
 from spartito.registry import strategy_info
@@ -51,20 +51,20 @@ class Around:
 def torn(die: Callable[[], None]) -> None:
     """Die with half of a copy written over the one before the last."""
 
-    def write(self: Copies, now: Snapshot) -> None:
+    def write(self: ShardCopies, now: Snapshot) -> None:
         for slot in now.tensors(self._group.rank) or []:
             slot.fill_(3)
         die()
 
-    Copies._write = write  # type: ignore[method-assign]
+    ShardCopies._write = write  # type: ignore[method-assign]
 
 
 BACKWARD = Around(ShardedGradients, "add", before=True)
 REDUCED = Around(ShardedGradients, "update", before=True)
 OWN_UPDATED = Around(DividedUpdates, "update")
 ALL_UPDATED = Around(ShardedGradients, "update")
-WRITTEN = Around(Copies, "_write")
-COMPLETE = Around(Copies, "keep")
+WRITTEN = Around(ShardCopies, "_write")
+COMPLETE = Around(ShardCopies, "keep")
 SPOTS: list[Spot] = [BACKWARD, REDUCED, OWN_UPDATED, ALL_UPDATED, torn, WRITTEN, COMPLETE]
 PLANS: list[tuple[str, Plan]] = [
     (
@@ -169,7 +169,7 @@ def lose(who: tuple[int, ...], writer: int) -> str:
     """What tasks find when some have lost what they had, and one has written beside an update."""
     with named_strategy("mirrored", communication="sockets") as strategy:
         group, value = strategy.engine.groups.world, torch.ones(16)
-        copies, shard = Copies(group, strategy.cluster.local_rank), [(0, VALUES, {"": value})]
+        copies, shard = ShardCopies(group, strategy.cluster.local_rank), [(0, VALUES, {"": value})]
         for _ in range(2):
             copies.look(shard)
             value.add_(group.rank)

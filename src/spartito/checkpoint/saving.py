@@ -52,7 +52,7 @@ class Tasks:
     is_chief: bool
 
 
-class Copies:
+class CopyMemory:
     """Memory for copies of a task's own part, kept from one checkpoint to the next."""
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ def save_together(
     directory: Path,
     apart: Callable[[], Mapping[str, Local]],
     tasks: Tasks,
-    copies: Copies | None = None,
+    copies: CopyMemory | None = None,
 ) -> Unwritten:
     """Write sections into a checkpoint; all tasks call it.
 

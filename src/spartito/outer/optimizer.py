@@ -14,7 +14,7 @@ from spartito.engine.divided_update import ELEMENTWISE
 from spartito.errors import UserError
 
 OuterFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
-Outer = str | Mapping[str, float] | OuterFactory | None
+OuterOptimizer = str | Mapping[str, float] | OuterFactory | None
 """What a strategy's ``outer`` may be."""
 
 _WAYS = (
@@ -62,7 +62,7 @@ class Average:
         return SGD(parameters, 1.0)
 
 
-def choose(outer: Outer) -> OuterFactory:
+def choose(outer: OuterOptimizer) -> OuterFactory:
     """What makes the outer optimizer.
 
     Args:

@@ -33,7 +33,7 @@ from spartito.ps.client.appointments import Server as Watched
 from spartito.ps.client.control import Control
 from spartito.ps.client.link import Address, Link
 from spartito.ps.client.servers import Servers
-from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.client.vector import SpanCopies, Vector
 from spartito.ps.client.work_source import WorkerLink
 from spartito.ps.protocol.codec import check_wire_dtype
 from spartito.ps.protocol.layout import Layout, Span, cut, table
@@ -295,7 +295,7 @@ class Job:
         values, states = [], []
         for span in self._spans:
             memory = allocate(span)
-            Copies(self.vector, span, memory).store()
+            SpanCopies(self.vector, span, memory).store()
             values.append(memory)
             states.append(merge_state(slots(self.vector.layout, span, self._whole), by_entry))
         chief.control.load(chief.job, values, states, settings(self._optimizer))
@@ -308,7 +308,7 @@ class Job:
         """
         states = chief.control.states()
         for span, (values, state, _) in zip(self._spans, states, strict=True):
-            Copies(self.vector, span, values).load()
+            SpanCopies(self.vector, span, values).load()
             found = slots(self.vector.layout, span, self._whole)
             for part, key, value in split_state(found, state):
                 tensor = self.vector.tensors[part.entry]

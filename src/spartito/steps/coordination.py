@@ -41,7 +41,7 @@ from spartito.engine.optimizers import unwrap
 from spartito.errors import UnwritableError, UserError
 from spartito.log import warn
 from spartito.steps.groups import ALIKE, Groups
-from spartito.steps.outer_loop import EveryStep, Outer
+from spartito.steps.outer_loop import EveryStep, OuterLoop
 from spartito.steps.prepared import Pairs
 from spartito.steps.task_record import write_record
 
@@ -336,7 +336,7 @@ class SynchronousCoordination(Coordination):
         cluster: ClusterSpec,
         pairs: Pairs,
         groups: Groups,
-        outer: Outer | None = None,
+        outer: OuterLoop | None = None,
     ) -> None:
         super().__init__(name, job, cluster, pairs)
         self.groups, self._outer = groups, outer or EveryStep()

@@ -78,8 +78,8 @@ class InGroups:
         best, state = share_state(team.replicas, pairs, own, training, self._state, self._take)
         couplings = [coupling for _, coupling in loop.coupled(pairs)]
         merged = tuple(count for coupling in couplings for count in coupling.merged)
-        leads = team.replicas.rank == 0
-        text = msgspec.json.encode(_Told(best, leads and min(merged, default=0) >= 0))
+        is_first = team.replicas.rank == 0
+        text = msgspec.json.encode(_Told(best, is_first and min(merged, default=0) >= 0))
         told = [msgspec.json.decode(each, type=_Told) for each in world.all_gather_bytes(text)]
         if all(each.group.is_new for each in told):
             best, given = share_state(world, pairs, own, training)
@@ -101,7 +101,7 @@ class InGroups:
             if found is not None:
                 del found[OF_GROUP]
                 state = found
-        if leads and loop.between is not None:
+        if is_first and loop.between is not None:
             lacks = min(merged, default=0) < 0
             at = Standing(merged, lacks, own.fit, own.pairs)
             share_state(loop.between, pairs, at, dict, loop.common, loop.take_common)

@@ -55,7 +55,7 @@ class Grouping:
         self._index = 0
 
     def inside(self, cluster: ClusterSpec) -> ClusterSpec:
-        """As `Outer.inside`; of machines whose tasks nobody has counted yet, those of this one."""
+        """As `OuterLoop.inside`; of machines that nobody has counted yet, those of this one."""
         if self._asked == MACHINE and not self.members:
             first = cluster.rank - cluster.local_rank
             return cluster.part(range(first, first + cluster.local_size))
@@ -65,7 +65,7 @@ class Grouping:
         return cluster.part(next(group for group in members if cluster.rank in group))
 
     def data_shard(self, own: tuple[int, int], cluster: ClusterSpec) -> tuple[int, int]:
-        """As `Outer.data_shard`; shards are counted in the order of their tasks' ranks."""
+        """As `OuterLoop.data_shard`; shards are counted in the order of their tasks' ranks."""
         if own[1] == self.inside(cluster).world_size:
             return cluster.rank, cluster.world_size
         if self.column is not None:
@@ -76,7 +76,7 @@ class Grouping:
         return group * count + index, groups * count
 
     def connect(self, rendezvous: Rendezvous, cluster: ClusterSpec, inner: Connect) -> Found:
-        """As `Outer.connect`."""
+        """As `OuterLoop.connect`."""
         everybody = (tuple(range(cluster.world_size)),)
         machines = rendezvous.placement().machines if cluster.world_size > 1 else everybody
         self.members, self.numbers = self._present(machines, cluster)

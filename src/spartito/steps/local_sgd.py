@@ -95,11 +95,11 @@ class LocalSGD:
         self._coordination: SynchronousCoordination
 
     def inside(self, cluster: ClusterSpec) -> ClusterSpec:
-        """As `Outer.inside`."""
+        """As `OuterLoop.inside`."""
         return self._grouping.inside(cluster)
 
     def data_shard(self, own: tuple[int, int], cluster: ClusterSpec) -> tuple[int, int]:
-        """As `Outer.data_shard`."""
+        """As `OuterLoop.data_shard`."""
         return self._grouping.data_shard(own, cluster)
 
     def divided(self, chain: Dataset, pairs: Sequence[Pair]) -> Dataset:
@@ -113,7 +113,7 @@ class LocalSGD:
         return replace(chain, least=2 if norms else chain.least, groups=self._grouping.shards)
 
     def check(self, model: nn.Module, precision: str, team: Team) -> None:
-        """As `Outer.check`."""
+        """As `OuterLoop.check`."""
         self._coordination = team.coordination  # type: ignore[assignment]  # of groups that meet
         team.groups.meet()
         if self._grouping.column is None:
@@ -136,7 +136,7 @@ class LocalSGD:
                 )
 
     def add(self, pair: Pair, team: Team, values: MakeValues) -> None:
-        """As `Outer.add`; what was loaded before, it goes on from now."""
+        """As `OuterLoop.add`; what was loaded before, it goes on from now."""
         self._values, column = values, self._grouping.column
         if column is None or isinstance(pair.optimizer, NoOptimizer):
             return
@@ -170,7 +170,7 @@ class LocalSGD:
         return values
 
     def placed(self, found: Placed, training: bool) -> Placed:
-        """As `Outer.placed`."""
+        """As `OuterLoop.placed`."""
         found.near = self._grouping.near
         if found.near is not None and training:
             found.before = self.begin
@@ -198,7 +198,7 @@ class LocalSGD:
 
     @contextmanager
     def telling(self) -> Generator[None]:
-        """As `Outer.telling`."""
+        """As `OuterLoop.telling`."""
         try:
             yield
         except SpartitoError as error:
@@ -207,7 +207,7 @@ class LocalSGD:
             raise
 
     def update(self, pair: Pair, update: Callable[[], StepResult]) -> StepResult:
-        """As `Outer.update`."""
+        """As `OuterLoop.update`."""
         coupling = self._couplings.get(id(pair.optimizer))
         if coupling is None:
             return update()
@@ -223,7 +223,7 @@ class LocalSGD:
         return structs.replace(result, stop=asked)
 
     def meet_due(self) -> bool:
-        """As `Outer.meet_due`."""
+        """As `OuterLoop.meet_due`."""
         due = [(p, each) for p, each in self.coupled(self._coordination._pairs.all) if each.is_due]
         if not due:
             return False
@@ -232,7 +232,7 @@ class LocalSGD:
         return any(asked)  # after all: others make the same calls
 
     def flush(self, pair: Pair) -> None:
-        """As `Outer.flush`."""
+        """As `OuterLoop.flush`."""
         coupling = self._couplings.get(id(pair.optimizer))
         if coupling is not None and (coupling.is_apart or coupling.is_ending):
             if not (coupling.meetings or self._resumed):  # of a whole epoch
@@ -299,7 +299,7 @@ class LocalSGD:
     # After a loss
 
     def copies(self, team: Team) -> Copies:
-        """As `Outer.copies`."""
+        """As `OuterLoop.copies`."""
         whole, turns = isinstance(self._exchange(), delta_exchange.Whole), self._turns
         if turns.delay or turns.mixing or self._grouping.has_sites or not whole:
             raise UserError(
@@ -368,11 +368,11 @@ class LocalSGD:
     # Checkpoints
 
     def has(self, pair: Pair) -> bool:
-        """As `Outer.has`."""
+        """As `OuterLoop.has`."""
         return id(pair.optimizer) in self._couplings
 
     def saved(self, pair: Pair, state: dict[str, Any], cuts: Mapping[str, Cut]) -> dict[str, Any]:
-        """As `Outer.saved`."""
+        """As `OuterLoop.saved`."""
         coupling = self._settled(pair)
         if coupling is None:
             return state
@@ -399,7 +399,7 @@ class LocalSGD:
         return coupling
 
     def load(self, pair: Pair, saved: Saved, here: Callable[[], Here]) -> None:
-        """As `Outer.load`; of a pair that is added later then."""
+        """As `OuterLoop.load`; of a pair that is added later then."""
         self._resumed = True
         coupling = self._settled(pair)
         if coupling is None:
@@ -444,23 +444,23 @@ class LocalSGD:
 
     @property
     def is_whole(self) -> bool:
-        """As `Outer.is_whole`."""
+        """As `OuterLoop.is_whole`."""
         return self._grouping.column is None or len(self._grouping.members) == 1
 
     @property
     def is_apart(self) -> bool:
-        """As `Outer.is_apart`."""
+        """As `OuterLoop.is_apart`."""
         couplings = self._couplings.values()
         return any(each.is_apart and not each.shows_merged for each in couplings)
 
     def show(self, pairs: Sequence[Pair]) -> None:
-        """As `Outer.show`."""
+        """As `OuterLoop.show`."""
         for pair, coupling in self.coupled(pairs):
             if coupling.show():
                 pair.gradients.written()
 
     def describe(self) -> dict[str, Any]:
-        """As `Outer.describe`."""
+        """As `OuterLoop.describe`."""
         members = [list(group) for group in self._grouping.members]
         sites = [list(site) for site in self._grouping.sites]
         found = {"groups": members, "sites": sites}
@@ -499,7 +499,7 @@ class LocalSGD:
         return {**figures, **losses}
 
     def waits(self) -> dict[str, float]:
-        """As `Outer.waits`."""
+        """As `OuterLoop.waits`."""
         if self._grouping.column is None:
             return {}
         held = sum(each.take_seconds() for each in self._couplings.values())

@@ -34,7 +34,7 @@ Here = tuple[Mapping[str, Cut], set[str]]
 """How the state of an optimizer is cut, and the names of the parameters of which it is here."""
 
 
-class Outer(Protocol):
+class OuterLoop(Protocol):
     """What stands around the steps of a group; these do not know which one it is.
 
     Attributes:

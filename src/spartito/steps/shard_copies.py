@@ -14,7 +14,7 @@ from spartito.collectives.collective import Collective
 from spartito.engine.optimizers import optimizer_parameters, unwrap
 from spartito.engine.sharding.blocks import Layout, Members
 from spartito.engine.sharding.homes import Home
-from spartito.engine.sharding.shard_copies import NONE, VALUES, Copies, Entry, Shard
+from spartito.engine.sharding.shard_copies import NONE, VALUES, Entry, Shard, ShardCopies
 from spartito.engine.sharding.sharded_gradients import ShardedGradients
 from spartito.steps.groups import send
 from spartito.steps.prepared import Pair
@@ -49,7 +49,7 @@ class Kept:
     """
 
     def __init__(self) -> None:
-        self._copies: Copies | None = None
+        self._copies: ShardCopies | None = None
         self._group: Collective | None = None
         self._blocks: list[Home] = []
         self._where: dict[int, tuple[int, int]] = {}
@@ -58,7 +58,7 @@ class Kept:
     def join(self, group: Collective, local_rank: int) -> None:
         """Keep copies among these tasks from now on."""
         if self._copies is None:
-            self._copies = Copies(group, local_rank)
+            self._copies = ShardCopies(group, local_rank)
         elif group is not self._group:
             self._copies.regroup(group, local_rank)
         self._group = group
@@ -79,7 +79,7 @@ class Kept:
                 self._copies.is_older = True
         self.is_current = False
 
-    def _is_unlike(self, copies: Copies, is_settled: bool) -> bool:
+    def _is_unlike(self, copies: ShardCopies, is_settled: bool) -> bool:
         """Whether values that every replica has are not those of the copies.
 
         All write the same; so before an update each looks at two shards, and somebody who lives
@@ -182,7 +182,7 @@ class Healing:
     """
 
     def __init__(
-        self, group: Collective, copies: Copies, blocks: str, pairs: Sequence[Pair]
+        self, group: Collective, copies: ShardCopies, blocks: str, pairs: Sequence[Pair]
     ) -> None:
         self._group, self._next = group, 0
         self._optimizers = {

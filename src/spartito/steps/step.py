@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from spartito import heartbeat
 from spartito.checkpoint.saved_state import Saved
-from spartito.checkpoint.saving import Copies, Tasks, Unwritten, gather_together, save_together
+from spartito.checkpoint.saving import CopyMemory, Tasks, Unwritten, gather_together, save_together
 from spartito.checkpoint.write_plan import Local
 from spartito.cluster.spec import NO_RANK, ClusterSpec, Task
 from spartito.data.batch import Batch
@@ -715,8 +715,8 @@ class Step:
         return divided or self.team.outer.has(pair)
 
     @cached_property
-    def _kept_copies(self) -> Copies:
-        return Copies()
+    def _kept_copies(self) -> CopyMemory:
+        return CopyMemory()
 
     @property
     def _tasks(self) -> Tasks:

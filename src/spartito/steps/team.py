@@ -17,7 +17,7 @@ from spartito.errors import TaskLostError
 from spartito.registry import strategy_info, strategy_names
 from spartito.steps.coordination import Coordination, SynchronousCoordination
 from spartito.steps.groups import Groups
-from spartito.steps.outer_loop import EveryStep, Outer
+from spartito.steps.outer_loop import EveryStep, OuterLoop
 from spartito.steps.prepared import Pairs
 from spartito.steps.topology import OneShardEach, Topology
 
@@ -57,12 +57,12 @@ class Team:
         name: str,
         job: ClusterSpec,
         device: torch.device,
-        outer: Outer | None = None,
+        outer: OuterLoop | None = None,
         timeout: float | None = None,
         communication: str = "auto",
     ) -> None:
         self.name, self.job, self.device = name, job, device
-        self.outer: Outer = outer or EveryStep()
+        self.outer: OuterLoop = outer or EveryStep()
         self.communication, self._timeout = communication, timeout
         self.cluster = job.apart() if self.is_evaluator else job
         self.topology: Topology = OneShardEach()

@@ -28,7 +28,7 @@ from spartito.errors import UserError
 from spartito.registry import OF_THE_JOB, strategy_info
 from spartito.steps.coordination import Coordination
 from spartito.steps.distributed import Distributed, StepResult
-from spartito.steps.outer_loop import Outer
+from spartito.steps.outer_loop import OuterLoop
 from spartito.steps.parts import Parts, Settings
 from spartito.steps.recovery import chosen_recovery
 from spartito.steps.step import Step
@@ -117,7 +117,7 @@ class Strategy:
         """
         return self.step_of(self)
 
-    def step_of(self, whole: Strategy, outer: Outer | None = None) -> Step:
+    def step_of(self, whole: Strategy, outer: OuterLoop | None = None) -> Step:
         """The steps of this strategy as a part of another.
 
         Args:
@@ -158,7 +158,7 @@ class Strategy:
             UserError: If these cannot train so.
         """
 
-    def _refuse_inside(self, whole: Strategy, outer: Outer | None) -> None:
+    def _refuse_inside(self, whole: Strategy, outer: OuterLoop | None) -> None:
         """Refuse to be inside of others, and options of the job that are said there, or not had."""
         for each in fields(self):
             if each.name not in OF_THE_JOB:

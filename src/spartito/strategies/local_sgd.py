@@ -10,12 +10,11 @@ from spartito.errors import UserError
 from spartito.outer import delta_exchange
 from spartito.outer.fragment_schedule import turns_of
 from spartito.outer.groups import TOKENS, Asked, Sites, check_weights, updates_between
-from spartito.outer.optimizer import Average, choose
-from spartito.outer.optimizer import Outer as OuterOptimizer
+from spartito.outer.optimizer import Average, OuterOptimizer, choose
 from spartito.registry import strategy_info
 from spartito.steps.group_topology import Grouping
 from spartito.steps.local_sgd import LocalSGD
-from spartito.steps.outer_loop import Outer
+from spartito.steps.outer_loop import OuterLoop
 from spartito.steps.parts import Parts
 from spartito.steps.step import Step
 from spartito.steps.team import Team
@@ -97,7 +96,7 @@ class LocalSGDStrategy(Strategy):
         """
         return nested(self.inside, self.job).parts(team)
 
-    def step_of(self, whole: Strategy, outer: Outer | None = None) -> Step:
+    def step_of(self, whole: Strategy, outer: OuterLoop | None = None) -> Step:
         """As `Strategy.step_of`: the steps of a group, with the outer loop around them."""
         if outer is not None:
             raise UserError(

@@ -14,11 +14,11 @@ from spartito.declared import Declared
 from spartito.engine.devices import choose_device
 from spartito.errors import UserError
 from spartito.outer.groups import TOKENS, Asked
-from spartito.outer.optimizer import Outer
+from spartito.outer.optimizer import OuterOptimizer
 from spartito.ps.job import Options
 from spartito.ps.protocol.rules import Rules, stale_rules
 from spartito.registry import strategy_info
-from spartito.steps.outer_loop import Outer as OuterLoop
+from spartito.steps.outer_loop import OuterLoop
 from spartito.steps.parts import Parts
 from spartito.steps.replicated import Replicated
 from spartito.steps.servers.group_member import cluster_of
@@ -99,7 +99,7 @@ class ParameterServerStrategy(Strategy):
     aggregate: int = 1
     groups: Asked | None = None
     every: int = EVERY
-    outer: Outer = None
+    outer: OuterOptimizer = None
     quorum: int | Mapping[str, float] = 1
     weights: str = TOKENS
     inside: Strategy | Declared | str = MIRRORED

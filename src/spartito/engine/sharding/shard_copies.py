@@ -233,7 +233,7 @@ class _Told(msgspec.Struct, array_like=True):
 _told = msgspec.msgpack.Decoder(_Told)
 
 
-class Copies:
+class ShardCopies:
     """What a task has of the shards of all, its own included, after the newest update.
 
     Args:

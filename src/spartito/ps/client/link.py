@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spartito.errors import TaskLostError, UserError
 from spartito.heartbeat import keep_files, last_words
-from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.client.vector import SpanCopies, Vector
 from spartito.ps.protocol.codec import PlainCodec, make_codec
 from spartito.ps.protocol.keys import Keys
 from spartito.ps.protocol.layout import Span, runs, unused
@@ -352,8 +352,8 @@ class Link:
             push.copy_(self.push)
             pull.copy_(self.pull)
         self.push, self.pull, self._wire = push, pull, wire
-        self.outgoing = Copies(self._vector, self.span, push)
-        self.incoming = Copies(self._vector, self.span, pull)
+        self.outgoing = SpanCopies(self._vector, self.span, push)
+        self.incoming = SpanCopies(self._vector, self.span, pull)
         self.ready, self._term = welcome.ready, welcome.term
         before, self.incarnation = self.incarnation, welcome.incarnation
         if before and before != self.incarnation:

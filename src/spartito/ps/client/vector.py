@@ -62,7 +62,7 @@ class _Location:
     summed: bool
 
 
-class Copies:
+class SpanCopies:
     """Copies between a model's tensors and the memory of one span, uint8 ``(bytes,)``."""
 
     def __init__(self, vector: Vector, span: Span, memory: Tensor) -> None:
@@ -93,7 +93,7 @@ class Copies:
         self._wanted = [location.view for location in self._learned]
         self._all_views = [view for views in self._views for view in views]
         self._blank: set[int] = set()  # entries whose gradient here is 0 already
-        self._before: Copies | None = None
+        self._before: SpanCopies | None = None
 
     def load(self, changed: Collection[int] | None = None) -> None:
         """The memory's values into the model; ``changed`` leaves out runs where they are alike.
@@ -143,7 +143,7 @@ class Copies:
             now = self._part(self._tensors[location.entry].detach(), location)
             torch.sub(self._part(starts[location.entry], location), now, out=location.view)
 
-    def store_changes(self, before: Copies) -> list[int]:
+    def store_changes(self, before: SpanCopies) -> list[int]:
         """The buffers; of what counts how it changed since ``before`` was loaded.
 
         Returns the entries of runs in which nothing changed; the memory holds nothing for these.

@@ -42,7 +42,7 @@ class Copied(Protocol):
     shard: Shard
 
 
-class Copies:
+class BackupLink:
     """The way to the backup. Called with the store's lock held, but for `run`, a thread's.
 
     ``connect`` opens it; ``dump`` copies all that the store has; ``fenced`` is called when the
@@ -149,7 +149,7 @@ class Copies:
 
 
 def read_copy(copy: Copy, payload: memoryview) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What `Copies.all` was given. Raises `ProtocolError` for what does not fit."""
+    """What `BackupLink.all` was given. Raises `ProtocolError` for what does not fit."""
     tensors, at = {}, 0
     for name, dtype, shape in copy.tensors:
         need(dtype in ITEM_SIZES, "no such dtype")

@@ -32,7 +32,7 @@ from spartito.ps.protocol.messages import (
 from spartito.ps.protocol.runtime import Channel
 from spartito.ps.protocol.timetable import decode_timetable
 from spartito.ps.protocol.transfer import MOST_KEYS, state_limit
-from spartito.ps.server.copies import Copies, read_copy
+from spartito.ps.server.copies import BackupLink, read_copy
 from spartito.ps.server.loading import read_timetable
 from spartito.ps.server.store import Store
 from spartito.wire.frames import Gone, ProtocolError, need
@@ -185,7 +185,7 @@ class Replica:
             store.copies = None
         if not backup:
             return
-        store.copies = Copies(
+        store.copies = BackupLink(
             store,
             connect=lambda: self._open(backup, term),
             fenced=lambda: self.step_down(term),

@@ -25,7 +25,7 @@ from spartito.ps.protocol.slots import slot_of
 from spartito.ps.protocol.timetable import Row, Timetable
 from spartito.ps.server.buffers import BufferPool
 from spartito.ps.server.compensation import MEANS, compensation_of
-from spartito.ps.server.copies import Copies
+from spartito.ps.server.copies import BackupLink
 from spartito.ps.server.counter import Counter
 from spartito.ps.server.editions import Editions
 from spartito.ps.server.mean import Mean
@@ -59,7 +59,7 @@ class Store:
         self.failure: SpartitoError | None = None
         self.primary = rules.replicas == 1
         """Whether tasks are served here; of two replicas the chief appoints one."""
-        self.copies: Copies | None = None
+        self.copies: BackupLink | None = None
         """The way to the backup, where there is one."""
         self.lock = runtime.condition()
         self.ready = False

@@ -23,7 +23,7 @@ from spartito.outer.groups import (
     groups_of,
     updates_between,
 )
-from spartito.outer.optimizer import Outer, choose, make_outer
+from spartito.outer.optimizer import OuterOptimizer, choose, make_outer
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.scheduler.gathering import Done
 from spartito.wire.addresses import split_address
@@ -38,7 +38,7 @@ class Apart:
     """How groups train apart, and are merged."""
 
     every: int = EVERY
-    outer: Outer = None
+    outer: OuterOptimizer = None
     quorum: int = 1
     grace: float = 0.0
     weights: str = TOKENS
@@ -47,7 +47,7 @@ class Apart:
     """The workers of each group."""
 
     @classmethod
-    def of(cls, every: int, outer: Outer, quorum: object, weights: str) -> Apart:
+    def of(cls, every: int, outer: OuterOptimizer, quorum: object, weights: str) -> Apart:
         """What a user has said of groups; a ``quorum`` of a mapping has a ``grace`` too.
 
         Raises:
