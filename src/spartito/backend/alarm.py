@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from spartito.backend.calls import different
 from spartito.backend.errors import LostRankError, gone, heard, last_words, late
+from spartito.collectives.alarm import LineAlarm
 from spartito.collectives.store import Membership
 
 
-class RankAlarm:
+class RankAlarm(LineAlarm):
     """The errors of a group of ranks, which are torch's `RuntimeError` too."""
 
     def __init__(self, group: Membership) -> None:

@@ -45,7 +45,7 @@ class LineAlarm(Alarm, Protocol):
         """Raise if one of these is certainly gone; asked again and again while they are late."""
 
 
-class TaskAlarm:
+class TaskAlarm(Alarm):
     """What is the same for all groups of tasks that a strategy has.
 
     Args:
