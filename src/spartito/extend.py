@@ -19,13 +19,16 @@ if TYPE_CHECKING:
     from spartito.steps.coordination import Coordination, SynchronousCoordination
     from spartito.steps.distributed import Distributed, Figures, StepResult
     from spartito.steps.groups import Groups
-    from spartito.steps.parts import Exchange, Parts, Placement
+    from spartito.steps.outer_loop import OuterLoop
+    from spartito.steps.parts import Exchange, Parts, Placement, Settings, Whole
     from spartito.steps.prepared import Pair
+    from spartito.steps.recovery import Recovering
     from spartito.steps.replicated import Replicated
     from spartito.steps.sharded import Sharded
     from spartito.steps.step import Step
     from spartito.steps.team import Team
-    from spartito.steps.topology import Topology
+    from spartito.steps.tensor_parallel import TensorParallel
+    from spartito.steps.topology import Grid, OneShardEach, Topology
     from spartito.strategies import Strategy
     from spartito.training.callback import Callback, Logs, Training
     from spartito.training.callbacks.loggers import Logger
@@ -47,6 +50,7 @@ __getattr__ = _attach(
         "Distributed": "spartito.steps.distributed",
         "Exchange": "spartito.steps.parts",
         "Figures": "spartito.steps.distributed",
+        "Grid": "spartito.steps.topology",
         "Groups": "spartito.steps.groups",
         "JobSpec": "spartito.launch.job",
         "Launcher": "spartito.launch.job",
@@ -55,13 +59,17 @@ __getattr__ = _attach(
         "LossFunction": "spartito.engine.loss",
         "Metric": "spartito.training.metrics.base",
         "MetricFunction": "spartito.training.metrics.mean",
+        "OneShardEach": "spartito.steps.topology",
         "OptimizerLike": "spartito.engine.optimizers",
+        "OuterLoop": "spartito.steps.outer_loop",
         "Pair": "spartito.steps.prepared",
         "Parts": "spartito.steps.parts",
         "Placement": "spartito.steps.parts",
+        "Recovering": "spartito.steps.recovery",
         "Rendezvous": "spartito.collectives.rendezvous",
         "Replicated": "spartito.steps.replicated",
         "Resolver": "spartito.cluster.resolver",
+        "Settings": "spartito.steps.parts",
         "Sharded": "spartito.steps.sharded",
         "State": "spartito.training.metrics.base",
         "Step": "spartito.steps.step",
@@ -71,10 +79,12 @@ __getattr__ = _attach(
         "SynchronousCoordination": "spartito.steps.coordination",
         "Task": "spartito.cluster.spec",
         "Team": "spartito.steps.team",
+        "TensorParallel": "spartito.steps.tensor_parallel",
         "Topology": "spartito.steps.topology",
         "Traffic": "spartito.collectives.collective",
         "Training": "spartito.training.callback",
         "Value": "spartito.training.metrics.base",
+        "Whole": "spartito.steps.parts",
         "WholeModel": "spartito.steps.computation",
     },
 )
@@ -91,6 +101,7 @@ __all__ = [
     "Distributed",
     "Exchange",
     "Figures",
+    "Grid",
     "Groups",
     "JobSpec",
     "Launcher",
@@ -99,13 +110,17 @@ __all__ = [
     "LossFunction",
     "Metric",
     "MetricFunction",
+    "OneShardEach",
     "OptimizerLike",
+    "OuterLoop",
     "Pair",
     "Parts",
     "Placement",
+    "Recovering",
     "Rendezvous",
     "Replicated",
     "Resolver",
+    "Settings",
     "Sharded",
     "State",
     "Step",
@@ -115,9 +130,11 @@ __all__ = [
     "SynchronousCoordination",
     "Task",
     "Team",
+    "TensorParallel",
     "Topology",
     "Traffic",
     "Training",
     "Value",
+    "Whole",
     "WholeModel",
 ]

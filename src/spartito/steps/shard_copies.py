@@ -204,7 +204,7 @@ class Healing:
             raise ShardsLostError(
                 "parameters, or the optimizer's state, were written into after the last update, "
                 "and a lost task had a part of what was written",
-                "Under sharded change them by the optimizer alone, or take mirrored.",
+                "In shards change them by the optimizer alone, or take mirrored.",
             )
         self._snapshot = snapshot = copies.snapshots.get(self.version)
         told = _Has([], [], [])

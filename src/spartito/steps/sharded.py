@@ -435,12 +435,12 @@ def check_optimizer(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if type(optimizer) not in ELEMENTWISE and optimizer_parameters(optimizer):
         raise UserError(
-            f"{name} under sharded: it may look at whole parameters, and a replica has parts",
+            f"{name} of shards: it may look at whole parameters, and a replica has parts",
             "Choose AdamW, SGD or another that updates each element by itself, or mirrored.",
         )
     if fused_update.has_hooks(optimizer):
         raise UserError(
-            f"an {name} with hooks on its steps under sharded",
+            f"an {name} with hooks on its steps, of shards",
             "A replica's step has only its shard of the gradients and of the new values: "
             "choose mirrored, or do it before or after strategy.update.",
         )

@@ -139,7 +139,7 @@ class Home(ABC):
                         f"a parameter of a {type(self.members.module).__name__} was "
                         f"{tuple(view.shape)} of {view.dtype}, and is {tuple(parameter.shape)} of "
                         f"{parameter.dtype} since its .data was replaced",
-                        "Under sharded it keeps its shape and dtype.",
+                        "In shards it keeps its shape and dtype.",
                     )
                 view.copy_(parameter.detach())
                 parameter.data = view

@@ -183,7 +183,7 @@ def check_group(group: Collective) -> None:
     """Raise `UserError` for a group whose tasks can keep no copies for each other."""
     if not isinstance(group, SharedMemoryCollective | SocketCollective) and group.world_size > 1:
         raise UserError(
-            "recovery under sharded with several tasks on each of several machines",
+            "recovery of shards with several tasks on each of several machines",
             "Add communication='sockets': then each shard has its copy on another machine.",
         )
 
@@ -308,7 +308,7 @@ class ShardCopies:
         ]
         if len({entry[:3] for entry in map(astuple, entries)}) < len(entries):
             raise UserError(
-                "recovery under sharded with two optimizers that have state of one parameter",
+                "recovery of shards with two optimizers that have state of one parameter",
                 "Give each parameter to one optimizer, or leave recovery out.",
             )
         own = msgspec.msgpack.encode(_Told(self._local_rank, entries))
