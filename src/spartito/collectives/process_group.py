@@ -305,6 +305,7 @@ class ProcessGroupCollective(Collective):
         tensor.copy_(own[: len(tensor)])
 
     def close(self) -> None:
+        self._sent.clear()  # what was sent keeps connections open, which others take for alive
         if self._joined and dist.is_initialized():  # it may be another's by now
             dist.destroy_process_group(self.process_group)
             del self.process_group  # its store goes with it
