@@ -68,7 +68,7 @@ def keep(silence: float, env: Mapping[str, str], argv: Sequence[str]) -> int:
             env=beats.begin(name, {**env, **reaper.mark}),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=_before_task(),  # safe: we have one thread
+            preexec_fn=_before_task(reaper),  # safe: we have one thread
         )
         reaper.watch([task.pid])
         is_replaced = env.get(ENV_RECOVERY) and env.get(ENV_STORE) and "evaluator" not in name
@@ -89,14 +89,15 @@ def keep(silence: float, env: Mapping[str, str], argv: Sequence[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _before_task() -> Callable[[], None]:
+def _before_task(reaper: Reaper) -> Callable[[], None]:
     """What the task runs before its program; it hears a Ctrl-C, which Ray keeps from all it starts.
 
     As the task has a session of its own, only the launcher sends it one.
     """
-    die = die_with_parent()
+    die, enlist = die_with_parent(), reaper.enlist()
 
     def arrange() -> None:
+        enlist()
         if die is not None:
             die()
         signal.signal(signal.SIGINT, signal.SIG_DFL)

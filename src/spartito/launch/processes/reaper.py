@@ -9,16 +9,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1
 
 MARK = "SPARTITO_JOB"
 """The environment variable by which those are found that left their process group."""
 
-# Keeps the newest list of process groups; when the pipe closes, the supervisor is gone. Who is
-# marked may start another while we look: we look again, but not for ever.
+# Keeps the newest list of process groups, and who has enlisted since; when the pipe closes, the
+# supervisor is gone. Who is marked may start another while we look: we look again, but not for
+# ever.
 WATCH = rf"""
-while read -r line; do groups=$line; done
+while read -r line; do
+    case $line in +*) groups="$groups ${{line#+}}";; *) groups=$line;; esac
+done
 for g in $groups; do kill -s KILL -- "-$g"; done
 for again in 1 2 3 4 5; do
     found=$(grep -lsz "^{MARK}=$1\$" /proc/[0-9]*/environ)
@@ -63,6 +67,20 @@ class Reaper:
             self._shell.stdin.write((" ".join(map(str, groups)) + "\n").encode())
         except BrokenPipeError:
             return  # someone killed the reaper; the kernel's death signal is left
+
+    def enlist(self) -> Callable[[], None]:
+        """What a child runs before its program, in a group of its own, to be watched from then on.
+
+        Until `watch` says it we may be killed, and a program that has just begun shows no mark yet.
+        """
+        assert self._shell.stdin is not None
+        pipe = self._shell.stdin.fileno()
+
+        def enlist() -> None:
+            with suppress(BrokenPipeError):
+                os.write(pipe, b"+%d\n" % os.getpid())
+
+        return enlist
 
     def close(self) -> None:
         """Dismiss the reaper; whatever is on its list or has its mark ends."""

@@ -89,6 +89,10 @@ def supervise(
     return job.run(private)
 
 
+def _nothing() -> None:
+    """Who is not watched enlists nowhere."""
+
+
 @dataclass
 class _Supervisor:
     processes: Sequence[Process]
@@ -109,6 +113,7 @@ class _Supervisor:
     memory: MemoryKills = field(default_factory=memory_kills)
     wake: int = -1
     before_exec: Callable[[], None] | None = field(default_factory=die_with_parent)
+    enlist: Callable[[], None] = _nothing
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
     @property
@@ -119,7 +124,7 @@ class _Supervisor:
     def run(self, private: Sequence[str]) -> int:
         with self._signals(), pausing(self._pause, self._resume):
             reaper = Reaper(*private, str(self.beats.folder))
-            self.mark = reaper.mark
+            self.mark, self.enlist = reaper.mark, reaper.enlist()
             try:
                 for index in range(len(self.processes)):
                     if self.interrupted is None:
@@ -194,6 +199,12 @@ class _Supervisor:
                     task.forwarded = True
                     task.send(self.interrupted)
 
+    def _before_task(self) -> None:
+        """Called by a task before its program."""
+        self.enlist()
+        if self.before_exec is not None:
+            self.before_exec()
+
     def _start(self, index: int, starts: int = 1) -> None:
         """Start the task with this index, or start it again."""
         process = self.processes[index].started(starts)
@@ -208,7 +219,7 @@ class _Supervisor:
                 stderr=pipe,
                 bufsize=0,
                 start_new_session=True,
-                preexec_fn=self.before_exec,  # safe: we have one thread
+                preexec_fn=self._before_task,  # safe: we have one thread
             )
         except OSError as error:
             raise UserError(
