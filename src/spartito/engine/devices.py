@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from spartito.cluster.spec import ClusterSpec
 from spartito.device import available_cores
@@ -30,6 +32,42 @@ def choose_device(name: torch.device | str | None, cluster: ClusterSpec) -> torc
         return torch.device("cpu" if name is None else name)
     except (RuntimeError, TypeError) as error:
         raise UserError(f"device={name!r} is none of torch's", "As 'cpu' or 'cuda:0'.") from error
+
+
+def move(model: nn.Module, device: torch.device, optimizer: object = None) -> None:
+    """Have a model on a device, with its optimizer.
+
+    On some devices torch makes new parameters of a model that it moves, apart for each module that
+    shares one: they are shared again, and the optimizer gets them.
+
+    Args:
+        model: The user's.
+        device: Where it is to compute.
+        optimizer: Of its parameters, if there is one already.
+    """
+    before = list(model.named_parameters(remove_duplicate=False))
+    model.to(device)
+    moved: dict[int, nn.Parameter] = {}
+    for name, old in before:
+        path, _, own = name.rpartition(".")
+        parameters = model.get_submodule(path)._parameters
+        new = parameters[own]
+        if isinstance(new, nn.Parameter) and new is not old:
+            parameters[own] = moved.setdefault(id(old), new)
+    if not moved:
+        return
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):  # it has a list of them too
+            module._init_flat_weights()
+    if isinstance(optimizer, Optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = [moved.get(id(p), p) for p in group["params"]]
+        for known in [p for p in optimizer.state if id(p) in moved]:
+            state = optimizer.state.pop(known)
+            optimizer.state[moved[id(known)]] = {
+                key: value.to(device) if isinstance(value, Tensor) and value.dim() else value
+                for key, value in state.items()
+            }
 
 
 def divide_cores(cluster: ClusterSpec) -> None:

@@ -36,7 +36,7 @@ from spartito.engine.batchnorm import (
 )
 from spartito.engine.checksum import ROUNDING, DriftedError
 from spartito.engine.denormals import Denormals, flushed
-from spartito.engine.devices import divide_cores
+from spartito.engine.devices import divide_cores, move
 from spartito.engine.gradients import Number
 from spartito.engine.loss import LossFunction, weigh
 from spartito.engine.memory_check import check_memory
@@ -181,7 +181,7 @@ class Step:
                 with making(unwrap(model)):
                     placement.lay_out(unwrap(model))
             if not is_unmade(model):
-                model.to(team.device)
+                move(model, team.device, optimizer)
             convert(model, precision)
             made = make_optimizer(optimizer, model)
             check_optimizer(made, model, team.cluster.world_size)
