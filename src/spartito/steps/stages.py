@@ -376,9 +376,8 @@ class Pipelines:
 
     def enter(self, pairs: Sequence[Pair]) -> None:
         """As `Computation.enter`: what has been divided is to stay the same."""
-        with telling(self.messages, self._team.task):  # of one task's part others know nothing
-            for pair in pairs:
-                self.of(pair).piped.check_unchanged(pair.optimizer)
+        for pair in pairs:
+            self.of(pair).piped.check_unchanged(pair.optimizer)
 
     def train(self, pair: Pair, batch: Batch, loss: LossFunction | None) -> Any:
         """As `Computation.train`: the output is with the last stage."""
