@@ -343,7 +343,7 @@ class Coordinator(Readings):
         with self._changed:
             queue = self._queues.get(stream)
             held = queue.held() if queue else []
-            out = [self.meetings.joined(worker, one) for _, one in held if one.id == lease]
+            out = [self.meetings.joined(worker, stream, one) for _, one in held if one.id == lease]
             for one in out:
                 self.note(ledger.Gone(ledger.loss(worker, one)))
                 queue.abandon(one.id)  # type: ignore[union-attr]
@@ -380,7 +380,12 @@ class Coordinator(Readings):
         """Give back all that ``worker`` has; returns its leases, [None] if it had none."""
         self._members[worker].live = False
         self._changed.notify_all()
-        found = [lease and self.meetings.joined(worker, lease) for lease in self._leases_of(worker)]
+        found: list[Lease | None] = [
+            self.meetings.joined(worker, stream, lease)
+            for stream, queue in self._queues.items()
+            for holder, lease in queue.held()
+            if holder == worker
+        ] or [None]
         for lease in found:  # first: that the servers hear of it twice does no harm
             self.note(ledger.Gone(ledger.loss(worker, lease)))
         for queue in self._queues.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -49,8 +49,7 @@ class Meetings:
         with self._changed:
             end = self._runtime.now() + patience
             while True:
-                known = self._book.ledger.agreed.get(worker)
-                if known and (known.stream, known.lease) == (arrival.stream, arrival.lease):
+                if known := self._agreed(worker, arrival.stream, arrival.lease):
                     return known.merge
                 if not self._holds(worker, arrival):
                     return REJECTED  # it was given up meanwhile: others have its work
@@ -72,12 +71,11 @@ class Meetings:
         """``worker`` is lost. Called with the lock held."""
         self._gathering.leave(worker)
 
-    def joined(self, worker: int, lease: Lease) -> Lease:
+    def joined(self, worker: int, stream: int, lease: Lease) -> Lease:
         """``lease`` as the servers know it, if ``worker`` was to push what it has moved."""
-        known = self._book.ledger.agreed.get(worker)
-        if known is None or known.lease != lease.id or not known.merge.number:
-            return lease
-        return replace(lease, group=known.merge.number)
+        known = self._agreed(worker, stream, lease.id)
+        number = known.merge.number if known else 0
+        return replace(lease, group=number) if number else lease
 
     def take(self) -> dict[int, Done]:
         """What was done of each group since the last call."""
@@ -101,7 +99,8 @@ class Meetings:
         held = dict(queue.held())
         live = {index for index, member in enumerate(self._members) if member.live}
         out = [who for who in held if not self._gathering.waits(who)]
-        done = {who for who in out if self._met(who, held)}  # they push what they have moved
+        # They push what they have moved.
+        done = {who for who in out if self._agreed(who, arrival.stream, held[who].id)}
         away = [who for who in out if who not in done]
         epoch = min(lease.epoch for lease in held.values())
         over = arrival.stream in ledger.stopped or ledger.ended
@@ -112,7 +111,7 @@ class Meetings:
                 self._book.note(Agreed(worker, came.stream, came.lease, merge))
             self._changed.notify_all()
 
-    def _met(self, worker: int, held: Mapping[int, Lease]) -> bool:
-        """Whether it is decided what becomes of the lease of ``worker``."""
+    def _agreed(self, worker: int, stream: int, lease: int) -> Agreed | None:
+        """What becomes of a lease of ``worker``, if that is decided; each stream has a number 1."""
         known = self._book.ledger.agreed.get(worker)
-        return known is not None and known.lease == held[worker].id
+        return known if known and (known.stream, known.lease) == (stream, lease) else None

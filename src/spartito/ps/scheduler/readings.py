@@ -143,8 +143,3 @@ class Readings:
         """(worker, lease) of all leases that are out."""
         with self._changed:
             return self._queues[stream].held()
-
-    def _leases_of(self, worker: int) -> list[Lease | None]:
-        """Those that are out, [None] if there are none. Called with the lock held."""
-        held = [pair for queue in self._queues.values() for pair in queue.held()]
-        return [lease for holder, lease in held if holder == worker] or [None]
