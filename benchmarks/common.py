@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from spartito.device import available_cores
+from spartito.system.capacity import available_cores
 
 Windows = dict[str, list[float]]
 """Seconds per step of each side, one entry per window."""

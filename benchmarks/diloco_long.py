@@ -19,7 +19,7 @@ from benchmarks.common import Figure, announce, conclude, parser, positive, prog
 from benchmarks.diloco import LIMIT, WORKERS, picture
 from benchmarks.jobs.stacked import Side, begin, train
 from benchmarks.launching import run_job
-from spartito.device import available_cores
+from spartito.system.capacity import available_cores
 
 MIRRORED = "mirrored"
 ALIKE = 1e-3

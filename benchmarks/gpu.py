@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
@@ -21,10 +22,12 @@ from benchmarks.common import show
 from benchmarks.jobs import device as checks
 from benchmarks.launching import ROOT
 
-LIMITS = {"contracts": 300.0, "fit_speed": 120.0, "replicas": 120.0, "compiled": 120.0}
+LIMITS = {"contracts": 400.0, "fit_speed": 120.0, "strategies": 200.0, "compiled": 120.0}
 """Seconds that a check may take, where it is not `LIMIT`."""
 
 LIMIT = 60.0
+ALONE = ("fit_speed", "memory")
+"""Checks that measure: nothing runs beside them."""
 WRAPPED = "th, td { text-align: left; white-space: normal; vertical-align: top }"
 MARKS = {"ok": "ok", "failed": "FAILED", "skipped": "skipped"}
 
@@ -65,16 +68,23 @@ def main() -> int:
     given = options.parse_args()
     end = time.monotonic() + 60 * given.minutes
     names = given.only or list(checks.CHECKS)
-    outcomes = []
-    for name in names:
+    outcomes: dict[str, Outcome] = {}
+
+    def make(name: str) -> None:
         print(f"{name} ...", flush=True)
         left = end - time.monotonic()
         outcome = run(name, given.device, min(left, LIMITS.get(name, LIMIT)))
-        outcomes.append(outcome)
+        outcomes[name] = outcome
         said = outcome.reason or outcome.figures
         print(f"{name}: {MARKS[outcome.status]}, {outcome.seconds:.1f} s. {said}", flush=True)
-        write(given.out, given.device, outcomes)  # also if we do not come to the end
-    counts = {mark: sum(one.status == mark for one in outcomes) for mark in MARKS}
+        made = [outcomes[each] for each in names if each in outcomes]
+        write(given.out, given.device, made)  # also if we do not come to the end
+
+    for name in filter(ALONE.__contains__, names):
+        make(name)
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as several:
+        list(several.map(make, [name for name in names if name not in ALONE]))
+    counts = {mark: sum(one.status == mark for one in outcomes.values()) for mark in MARKS}
     print(", ".join(f"{count} {mark}" for mark, count in counts.items()))
     print(f"{given.out}/gpu.html, {given.out}/gpu.md")
     return 1 if counts["failed"] else 0

@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO
 
+from spartito.system import ENV_PORTABLE
 from spartito.wire import ports
 from tests import stacks
 
@@ -152,7 +153,9 @@ class Commands:
     def start(self, *words: str | Path, env: Mapping[str, str] | None = None) -> Program:
         """Start ``words``, in an environment that tells nothing of any cluster but ``env``."""
         mark = secrets.token_hex(8)
-        plain = {k: v for k, v in os.environ.items() if not k.startswith(OF_OUR_OWN)}
+        plain = {
+            k: v for k, v in os.environ.items() if not k.startswith(OF_OUR_OWN) or k == ENV_PORTABLE
+        }
         path = os.pathsep.join([str(LEAN), *filter(None, [os.environ.get("PYTHONPATH")])])
         popen = subprocess.Popen(
             [str(word) for word in words],

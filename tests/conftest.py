@@ -17,7 +17,8 @@ import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from spartito.wire import ports  # noqa: E402
-from tests import commands, skips, stacks, workers  # noqa: E402
+from tests import commands, simulated, skips, stacks, workers  # noqa: E402
+from tests.at_night import is_at_night  # noqa: E402
 from tests.replicas import Replicas  # noqa: E402
 
 # A test waits for its turn on a busy machine.
@@ -31,6 +32,8 @@ PROGRAMS = {"Commands", "commands_in", "subprocess"}
 
 OF_OTHERS = ("test_clouds", "test_libraries", "test_podman", "test_ray")
 """Files whose tests start programs of others in Python: these may warn as they like."""
+
+CLUSTER_SECONDS = 600.0
 
 torch.set_num_threads(1)  # several would wait for each other, spinning, where all cores are busy
 
@@ -69,7 +72,10 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long first, so that in the end no worker is left alone with it."""
+    """What takes long first, so that in the end no worker is left alone with it.
+
+    Clusters have twice the time: their engines have limits of their own, and no core to spare.
+    """
 
     def order(item: pytest.Item) -> tuple[bool, bool]:
         marks = {mark.name for mark in item.iter_markers()}
@@ -78,6 +84,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return not is_long and not item.path.stem.endswith("_integration"), not starts
 
     items.sort(key=order)
+    for item in items:
+        if workers.kind_of(item) == workers.CLUSTERS and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(CLUSTER_SECONDS))
+        name = item.nodeid.removeprefix("tests/")
+        if is_at_night(name, item.get_closest_marker("slow") is not None):
+            item.add_marker(pytest.mark.night)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -129,6 +141,15 @@ def _children() -> Iterator[tuple[str, str]]:
 def replicas() -> Iterator[Replicas]:
     """``replicas(job, world_size, ...)`` runs a job in real processes that outlive one test."""
     pool = Replicas()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def accelerators() -> Iterator[Replicas]:
+    """As ``replicas``, on simulated accelerators, which they share."""
+    simulated.built()  # before their time limits begin
+    pool = Replicas(simulated.begin)
     yield pool
     pool.close()
 

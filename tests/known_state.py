@@ -25,6 +25,7 @@ KEPT = (
     *("CUDA_", "NVIDIA_", "PIP_", "SSL_", "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "DOCKER_"),
     *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
     *("PYTEST_", "HYPOTHESIS_", "COVERAGE_", "COV_", "SPARTITO_REQUIRE", "SPARTITO_TEST_"),
+    "SPARTITO_PORTABLE",
 )
 """Which variables stay, by how their names begin: where programs are, and what pytest is told."""
 

@@ -22,6 +22,9 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_map
+
 from spartito.log import logger
 from spartito.wire.ports import free_ports
 from tests import stacks
@@ -42,6 +45,19 @@ def warns(*patterns: str) -> Callable[[Job], Job]:
 
 _EXPECTED: dict[Job, tuple[str, ...]] = {}
 
+
+def on_host(found: Any) -> Any:
+    """What holds tensors of a device, as a process can read it that has none."""
+
+    def copied(value: Any) -> Any:
+        return value.cpu() if isinstance(value, torch.Tensor) and not value.is_cpu else value
+
+    return tree_map(copied, found)
+
+
+NO_BF16 = "this CPU has no bf16 instructions"
+"""What "bf16" says on a CPU that computes it step by step."""
+
 OF_SERVERS = (r"ps \d+ \(.*\): worker \d+ pushed a gradient with a norm of",)
 """Whether a gradient looks absurd depends on the order of pushes, in any job with servers."""
 
@@ -55,9 +71,14 @@ class ReplicaError(AssertionError):
 
 
 class Replicas:
-    """A pool of processes that play the replicas of one job at a time."""
+    """A pool of processes that play the replicas of one job at a time.
 
-    def __init__(self) -> None:
+    Args:
+        begin: What each does first.
+    """
+
+    def __init__(self, begin: Callable[[], object] | None = None) -> None:
+        self._begins = begin
         self._pool: list[tuple[Any, Connection]] = []
         self._is_usable = True
         self._held = ExitStack()  # ports, which no other program finds free
@@ -154,7 +175,7 @@ class Replicas:
 
     def _start(self) -> None:
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        process = context.Process(target=_serve, args=(theirs, self._begins), daemon=True)
         process.start()
         theirs.close()
         self._pool.append((process, ours))
@@ -187,13 +208,13 @@ def _environment(rank: int, world_size: int, cluster: dict[str, list[str]]) -> d
     }
 
 
-def _serve(pipe: Connection) -> None:
-    import torch
-
+def _serve(pipe: Connection, begin: Callable[[], object] | None) -> None:
     from spartito import strategies
 
     torch.set_num_threads(1)
     os.environ["SPARTITO_TIMEOUT"] = "60"
+    if begin is not None:
+        begin()
     remarks = Remarks()
     while True:
         try:
@@ -213,7 +234,8 @@ def _serve(pipe: Connection) -> None:
             gc.freeze()  # what is left is not looked through again
         if outcome[0] and remarks.unexpected:
             outcome = (False, ("unexpected", "\n".join(remarks.unexpected), ""))
-        pipe.send_bytes(pickle.dumps(outcome))  # torch's own pickler would share the tensors
+        # torch's own pickler would share the tensors.
+        pipe.send_bytes(pickle.dumps(on_host(outcome)))
 
 
 class Remarks(logging.Handler):

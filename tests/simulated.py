@@ -1,120 +1,160 @@
-"""A simulated accelerator, the device ``sim``: torch's kernels for CPUs on memory that is hidden.
+"""A simulated accelerator: the device ``sim``, with memory that the host cannot touch.
 
-A tensor of it is a wrapper, and what is done with it is done with the hidden one. Tensors of the
-CPU beside it are an error. `counts` has how often values were read, and tensors went across.
-A process that has called `register` has the device for as long as it lives.
+Its kernels are torch's for CPUs (`simulated.cpp`, compiled once into ``build/``). Tensors of the
+CPU beside its own are an error, as on a real one; `counts` has how often the host read values, what
+went across, and how many operations there were. A process that has called `register` has the device
+for as long as it lives, and torch takes it for the accelerator of this machine.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import fcntl
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import backend_registration
-from torch.utils._pytree import tree_leaves, tree_map
+
+from spartito.names import ENV_SHARE_DEVICES
 
 NAME = "sim"
-READS, COPIES = "reads", "copies"
-counts: Counter[str] = Counter()
+DEVICES = 2
+SOURCE = Path(__file__).with_name("simulated.cpp")
+BUILD = Path(__file__).parents[1] / "build" / "simulated"
 
-_aten = torch.ops.aten
-_CROSSING = (_aten.copy_.default, _aten._to_copy.default)
+READS, OPERATIONS = "reads", "operations"
+TO_HOST, TO_DEVICE = "copies to host", "copies to device"
+BYTES_TO_HOST, BYTES_TO_DEVICE = "bytes to host", "bytes to device"
+KINDS = (READS, OPERATIONS, TO_HOST, TO_DEVICE, BYTES_TO_HOST, BYTES_TO_DEVICE)
 
-
-class Simulated(Tensor):
-    """A tensor of the device."""
-
-    hidden: Tensor
-
-    @staticmethod
-    def __new__(cls, hidden: Tensor) -> Simulated:
-        made: Simulated = torch.Tensor._make_wrapper_subclass(
-            cls, hidden.size(), strides=hidden.stride(), storage_offset=hidden.storage_offset(),
-            dtype=hidden.dtype, layout=hidden.layout, device=torch.device(NAME, 0),
-        )  # fmt: skip
-        made.hidden = hidden
-        return made
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Simulated({self.hidden!r})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        return _run(func, args, dict(kwargs or {}))
+_registered = False
 
 
-def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do an operation with what is hidden, and wrap what comes of it."""
-    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-    ours = {id(each.hidden): each for each in given if isinstance(each, Simulated)}
-    if func is _aten._local_scalar_dense.default:
-        counts[READS] += 1
-    if func in _CROSSING:
-        counts[COPIES] += 1
-    elif ours and any(not isinstance(each, Simulated) and each.dim() for each in given):
-        raise RuntimeError(f"{func}: tensors of the CPU beside tensors of {NAME}")
-    device = kwargs.get("device")
-    wraps = bool(ours) if device is None else torch.device(device).type == NAME
-    if func is _aten.copy_.default:
-        wraps = isinstance(args[0], Simulated)
-    args, kwargs = tree_map(_shown, (args, kwargs))
-    if device is not None:
-        kwargs["device"] = torch.device("cpu")
-    found = func(*args, **{**kwargs, **({"pin_memory": False} if "pin_memory" in kwargs else {})})
-
-    def wrap(value: Any) -> Any:
-        if not isinstance(value, Tensor) or any(value is each for each in given):
-            return value
-        if id(value) in ours:
-            return ours[id(value)]
-        return Simulated(value) if wraps else value
-
-    return tree_map(wrap, found)
-
-
-def _shown(value: Any) -> Any:
-    return value.hidden if isinstance(value, Simulated) else value
-
-
-class _Module:
-    """What torch asks of the module of a device."""
+class Module:
+    """``torch.sim``: what torch asks of the module of a device."""
 
     def is_available(self) -> bool:
         return True
 
+    def is_initialized(self) -> bool:
+        return True
+
     def device_count(self) -> int:
-        return 2
+        return DEVICES
 
     def current_device(self) -> int:
-        return 0
+        return int(torch.ops.sim.device_now())
+
+    def set_device(self, device: Any) -> None:
+        index = device if isinstance(device, int) else torch.device(device).index
+        if index is not None and index >= 0:
+            torch.ops.sim.choose(index)
+
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        before = self.current_device()
+        self.set_device(device)
+        try:
+            yield
+        finally:
+            self.set_device(before)
+
+    def synchronize(self, device: Any = None) -> None:
+        """Whatever was asked for is done."""
 
     def _is_in_bad_fork(self) -> bool:
         return False
 
-    def manual_seed_all(self, seed: int) -> None:
-        """It draws from the CPU's generator."""
+    def manual_seed(self, seed: int) -> None:
+        torch.ops.sim.seed(seed & (2**63 - 1))
+
+    manual_seed_all = manual_seed
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        found: torch.Tensor = torch.ops.sim.state()
+        return found
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        torch.ops.sim.set_state(state)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
 
 
-def register() -> torch.library.Library:
-    """Let torch have the device; what it returns is to be kept."""
-    backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())
-    made = torch.library.Library("aten", "IMPL")
+def register() -> None:
+    """Let torch have the device; again changes nothing."""
+    global _registered
+    if _registered:
+        return
+    library = built()
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, Module())
+    torch.utils.generate_methods_for_privateuse1_backend()
+    torch.ops.load_library(str(library))
+    _registered = True
 
-    def empty(size: Any, **options: Any) -> Tensor:
-        return Simulated(torch.empty(size, dtype=options.get("dtype")))
 
-    def empty_strided(size: Any, stride: Any, **options: Any) -> Tensor:
-        return Simulated(torch.empty_strided(size, stride, dtype=options.get("dtype")))
+def is_here() -> bool:
+    """Whether this process has the device."""
+    return _registered
 
-    made.impl("empty.memory_format", empty, "PrivateUse1")
-    made.impl("empty_strided", empty_strided, "PrivateUse1")
-    return made
+
+def begin() -> None:
+    """Be one of any number of tasks that compute on the device."""
+    register()
+    os.environ[ENV_SHARE_DEVICES] = "1"
+
+
+def built() -> Path:
+    """The compiled device, for this text and this torch; of several processes one compiles it."""
+    text = SOURCE.read_bytes() + torch.__version__.encode()
+    library = BUILD / f"{sha256(text).hexdigest()[:16]}.so"
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with open(BUILD / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # let go when the file is closed
+        if not library.exists():
+            with TemporaryDirectory(dir=BUILD) as folder:
+                made = Path(folder, "sim.so")
+                _compile(made)
+                made.replace(library)
+    return library
+
+
+def compiler() -> str | None:
+    """The C++ compiler of this machine."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def _compile(library: Path) -> None:
+    home = Path(torch.__file__).parent
+    folders = [home / "include", home / "include" / "torch" / "csrc" / "api" / "include"]
+    if compiler() is None:
+        raise FileNotFoundError(
+            "the simulated accelerator is compiled: install g++, or name a C++ compiler as CXX"
+        )
+    command = [str(compiler()), "-shared", "-fPIC", "-O1", "-std=c++20", "-w", str(SOURCE)]
+    command += [f"-I{folder}" for folder in folders]
+    command += ["-o", str(library), f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+class Counts(dict[str, int]):
+    """What was done since `counting` began, by its kind."""
+
+
+def _now() -> dict[str, int]:
+    return {kind: torch.ops.sim.counted(kind) for kind in KINDS}
+
+
+@contextmanager
+def counting() -> Iterator[Counts]:
+    """What a block does with the device; the counts are there when it ends."""
+    counts, before = Counts(), _now()
+    yield counts
+    counts.update({kind: value - before[kind] for kind, value in _now().items()})

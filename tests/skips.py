@@ -17,6 +17,8 @@ from typing import NoReturn
 
 import pytest
 
+from spartito import system
+
 ENV = "SPARTITO_REQUIRE"
 REFUSED = "SPARTITO_TEST_REFUSED"
 KINDS = {
@@ -29,6 +31,7 @@ KINDS = {
     "mount": "the right to mount file systems",
     "cgroup": "a control group of our own that limits memory",
     "root": "root's rights",
+    "linux": "what only Linux tells",
     "memory": "files in memory that processes share",
     "not-root": "a user without root's rights",
     "composer": "the composer in question: docker-compose, or docker's plugin",
@@ -36,6 +39,7 @@ KINDS = {
     "dev": "a package of the extra 'dev'",
     "ray": "Ray, of the extra 'ray'",
     "clouds": "SkyPilot and dstack in an environment of their own: scripts/clouds",
+    "tpu": "torch_tpu in an environment of its own: scripts/tpu",
     "case": "a case that has nothing to test",
 }
 """What a test may lack, by the word that its skip begins with."""
@@ -114,3 +118,7 @@ def enforce(
 def _worded(kind: str, reason: object) -> str:
     assert kind in KINDS, kind
     return f"{kind}: {reason}"
+
+
+shares_memory = skip_if(not system.shares_memory(), "memory", "this system shares none")
+on_linux = skip_if(not system.IS_LINUX, "linux", "this system does not tell")

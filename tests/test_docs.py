@@ -15,9 +15,11 @@ import pytest
 import typer
 
 from spartito.cli.app import app
-from tests.commands import Commands, commands_in
+from tests.commands import SPARTITO, Commands, commands_in
 
 ROOT = Path(__file__).parents[1]
+LONG = 900.0
+"""Seconds for one command of a tutorial, on a machine with other work: one compares strategies."""
 PAGES = sorted(
     str(page.relative_to(ROOT)) for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
 )
@@ -141,6 +143,7 @@ def test_the_python_blocks_of_a_page_run(page: str, commands: Commands) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * LONG)
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/tutorials/")])
 def test_a_tutorial_works_as_it_is_written(page: str, commands: Commands) -> None:
     """Its files are written, then its ``sh`` lines are run in order, as a reader would."""
@@ -149,6 +152,6 @@ def test_a_tutorial_works_as_it_is_written(page: str, commands: Commands) -> Non
             commands.write(block.title, block.text)
         for line in block.text.splitlines() if block.language == "sh" else ():
             program, *words = shlex.split(line, comments=True)
-            run = {"python": commands.python, "spartito": commands.spartito}[program]
-            done = run(*words)
+            run = {"python": (sys.executable,), "spartito": SPARTITO}[program]
+            done = commands.start(*run, *words).end(LONG)
             assert done.code == 0, f"{line}\n{done.text}"

@@ -24,7 +24,7 @@ LAYERS = [
     {
         "aside",
         "errors",
-        "device",
+        "system",
         "log",
         "names",
         "decoders",
@@ -40,6 +40,7 @@ LAYERS = [
     },
     {"registry"},
     {"declared"},
+    {"accelerators"},
     {"cluster", "collectives", "data", "storage"},
     {"backend"},
     {"ps.protocol"},
@@ -66,6 +67,7 @@ LAYER = {package: number for number, layer in enumerate(LAYERS) for package in l
 NEIGHBOURS = {
     ("collectives", "cluster"),
     ("data", "cluster"),
+    ("data", "storage"),
     ("recipes", "models"),
     ("ps.server", "engine"),
 }

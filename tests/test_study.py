@@ -182,7 +182,6 @@ def test_what_has_run_is_not_run_again(
 
 
 @pytest.mark.docker
-@pytest.mark.timeout(300)
 def test_a_study_in_containers(tmp_path: Path) -> None:
     run = Run(Study("digits", ps=1), "1")
     machine = {"cpu": "this", "cores": 2, "torch": "2"}

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from spartito.log import warn
-from tests import commands, skips
+from tests import at_night, commands, skips
 from tests.replicas import Job, ReplicaError, Replicas, warns
 
 STRANGE = {
@@ -192,3 +192,11 @@ def test_what_is_left_in_shared_memory_is_seen_unless_others_left_it(
             assert program.returncode == 0
     finally:
         left.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("pattern", at_night.PATTERNS)
+def test_what_runs_at_night_is_there(pattern: str) -> None:
+    path, _, name = pattern.removesuffix(" (slow)").partition("::")
+    function = re.split(r"[*\[]", name)[0] or "test_"
+    assert f"def {function}" in (Path(__file__).parent / path).read_text()
+    assert at_night.is_at_night(f"{path}::{name.replace('[[]', '[').replace('*', 'any')}", True)

@@ -13,6 +13,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,14 @@ from torch import Tensor, nn
 
 import spartito as sp
 from benchmarks.jobs.plain import make_work, mlp
-from benchmarks.launching import ROOT, run_job
+from benchmarks.launching import ROOT, run_job, run_roles
+from spartito.launch.processes.roles import Roles
+from spartito.names import ENV_SHARE_DEVICES, ENV_STRATEGY
 
 Found = dict[str, float | str]
 """What a check measured, by name; names end with what it is measured in."""
 
 EXACT = 1e-10  # of losses in fp64, on devices that add up in other orders
-SHARING = "tests.strategies.sharing:SharingStrategy"
 
 
 class Skipped(Exception):
@@ -143,18 +146,57 @@ def denormals(device: str) -> Found:
     return {f"half of 1e-39 on {where}": value for where, value in after.items()}
 
 
-def replicas(device: str) -> Found:
-    """DDP's engine: losses as on one device; NCCL with two GPUs or more, else gloo on one."""
-    count = torch.cuda.device_count() if device == "cuda" else 0
-    workers = max(2, min(count, 4))
+STRATEGIES = {
+    "mirrored": 2,
+    "mirrored(communication='ddp')": 2,
+    "multi_worker_mirrored(communication='sockets')": 2,
+    "central_storage": 2,
+    "sharded(zero=3, block_bytes=1000)": 2,
+    "sharded(zero=1)": 2,
+    "mesh(mesh={'data': 2, 'model': 2}, zero=1)": 4,
+    "pipeline(stages=2)": 2,
+    "local_sgd(groups=1, inside=sharded)": 2,
+    "parameter_server(max_staleness=0)": 2,
+}
+"""Each with the tasks that compute; all have the numbers of one device. Those of local_sgd with
+several groups are its own, which tests compare with the published algorithms."""
+
+
+def strategies(device: str) -> Found:
+    """Each strategy in fp64: losses as on one device; fewer GPUs than tasks are shared."""
     alone = _train(device, epochs=3)
+    chosen = list(STRATEGIES) if device == "cuda" else list(STRATEGIES)[:2]
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as several:
+        found = dict(zip(chosen, several.map(partial(_told, device), chosen), strict=True))
+    differences = {name: _difference(losses, alone) for name, losses in found.items()}
+    _check(max(differences.values()) <= EXACT, f"losses differ: {differences}")
+    return {"strategies": float(len(found)), "the largest difference": max(differences.values())}
+
+
+def _told(device: str, name: str) -> list[float]:
+    """The losses under a strategy, in a program of its own: several run beside each other."""
+    command = [sys.executable, "-m", "benchmarks.jobs.device", "strategy", f"--device={device}"]
+    done = subprocess.run([*command, f"--name={name}"], cwd=ROOT, capture_output=True, text=True)
+    _check(done.returncode == 0, f"{name}: {done.stdout[-1000:]} {done.stderr[-1000:]}")
+    losses: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return losses
+
+
+def _strategy(device: str, name: str) -> list[float]:
+    """The losses under a strategy, of its tasks."""
+    tasks = STRATEGIES[name]
+    env = {ENV_STRATEGY: name, ENV_SHARE_DEVICES: "1"}
+    if device == "cpu":
+        env["CUDA_VISIBLE_DEVICES"] = ""
     words = ["-m", "benchmarks.jobs.device", "replica", f"--device={device}"]
-    told = run_job(words, workers=workers, limit=120.0)
+    if name.startswith("parameter_server"):
+        roles = Roles(tasks, ps=1)
+        told = run_roles(words, roles=roles, limit=150.0, env=env, ends_alone=True)
+    else:
+        told = run_job(words, workers=tasks, limit=150.0, env=env)
     _check(told["ok"], str(told))
-    difference = _difference(told["losses"], alone)
-    _check(difference <= EXACT, f"losses differ by {difference}")
-    backend = "NCCL" if count > 1 else "gloo"
-    return {"replicas": float(workers), "on": backend, "against one device": difference}
+    losses: list[float] = told["losses"]
+    return losses
 
 
 def nccl(device: str) -> Found:
@@ -177,6 +219,7 @@ def contracts(device: str) -> Found:
     """The contract suite of the strategies on this device."""
     env = {**os.environ, "SPARTITO_TEST_DEVICE": device}
     quick = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    quick += ["--numprocesses", str(min(8, os.cpu_count() or 1))]
     only = [] if device == "cuda" else ["-k", "one_device and plain"]
     command = [sys.executable, "-m", "pytest", *quick, *only, "tests/strategies/test_contracts.py"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
@@ -187,19 +230,10 @@ def contracts(device: str) -> Found:
 
 
 def _replica(device: str) -> None:
-    """One replica of `replicas`."""
-    count = torch.cuda.device_count() if device == "cuda" else 0
-    options: dict[str, Any] = {"communication": "ddp"}
-    if device == "cpu":
-        options["device"] = "cpu"
-    if device == "cpu" or count > 1:
-        strategy: Any = sp.MirroredStrategy(**options)
-    else:
-        from tests.strategies.jobs import make_strategy
-
-        strategy = make_strategy(SHARING, **options)
+    """One task of `strategies`."""
+    strategy = sp.strategy()
     losses = _train(device, epochs=3, strategy=strategy)
-    if os.environ["RANK"] == "0":
+    if strategy.is_chief:
         print(json.dumps({"ok": True, "losses": losses}), flush=True)
 
 
@@ -340,7 +374,7 @@ def _check(holds: bool, otherwise: str) -> None:
 CHECKS: Mapping[str, Callable[[str], Found]] = {
     check.__name__: check
     for check in (
-        *(facts, numbers, denormals, low_precision, checkpoints, nccl, replicas),
+        *(facts, numbers, denormals, low_precision, checkpoints, nccl, strategies),
         *(compiled, fit_speed, memory, contracts),
     )
 }
@@ -350,12 +384,16 @@ CHECKS: Mapping[str, Callable[[str], Found]] = {
 def main() -> None:
     """Run the check that the command line names."""
     options = argparse.ArgumentParser()
-    options.add_argument("check", choices=[*CHECKS, "replica"])
+    options.add_argument("check", choices=[*CHECKS, "replica", "strategy"])
+    options.add_argument("--name", choices=list(STRATEGIES), default="mirrored")
     options.add_argument("--device", choices=("cuda", "cpu"), required=True)
     given = options.parse_args()
     torch.set_num_threads(1)
     if given.check == "replica":
         _replica(given.device)
+        return
+    if given.check == "strategy":
+        print(json.dumps(_strategy(given.device, given.name)), flush=True)
         return
     try:
         found: dict[str, Any] = {"status": "ok", "found": CHECKS[given.check](given.device)}

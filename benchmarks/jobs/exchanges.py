@@ -33,7 +33,6 @@ from benchmarks.jobs.bare_servers import (
     SocketServer,
 )
 from benchmarks.jobs.steps import adam
-from spartito.collectives.shared_memory import host_key
 from spartito.collectives.versions import Versions
 from spartito.ps.client.link import Address, Link
 from spartito.ps.client.servers import Servers
@@ -47,6 +46,7 @@ from spartito.ps.server.server import Server
 from spartito.ps.server.shard import Shard
 from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
+from spartito.system import host_key
 from spartito.wire.addresses import DRAWN, Endpoint
 from spartito.wire.listening import listen
 

@@ -17,7 +17,7 @@ from spartito.collectives.shared_memory import Cores, SharedMemoryCollective
 from spartito.collectives.store import Membership
 from spartito.collectives.tcp import SocketCollective
 from spartito.collectives.torch_store import OfTorch
-from spartito.device import cgroup_quota
+from spartito.system.capacity import cgroup_quota
 from spartito.wire.addresses import DRAWN, Endpoint
 
 TIMEOUT = 60.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -49,6 +50,8 @@ def main() -> None:
             losses.append(step())
         seconds.append((time.perf_counter() - began) / given.steps)
     peak = max(*watched, memory()) - before
+    if torch.accelerator.is_available():
+        peak = torch.accelerator.max_memory_allocated() / 2**20
     found = gather([{"peak": peak, "before": before}, seconds, losses])
     if found is not None:
         print(json.dumps(found), flush=True)
@@ -108,11 +111,14 @@ def ours(kind: str, detail: str, size: str) -> tuple[Callable[[], float], Any]:
     """Under a strategy of ours, by its name."""
     from spartito.strategies import strategy as named
 
-    options = dict(part.split("=") for part in detail.split(",") if part)
+    options: dict[str, Any] = dict(part.split("=") for part in detail.split(",") if part)
     strategy = named(kind, **{k: int(v) if v.isdigit() else v for k, v in options.items()})
-    strategy.prepare(make_gpt(size), lambda parameters: torch.optim.Adam(parameters, 1e-3))
+    model, _ = strategy.prepare(
+        make_gpt(size), lambda parameters: torch.optim.Adam(parameters, 1e-3)
+    )
     world = strategy.cluster.world_size
-    x, y = batch_of(strategy.cluster.rank, world)
+    device = next(model.buffers(), next(model.parameters())).device
+    x, y = (rows.to(device) for rows in batch_of(strategy.cluster.rank, world))
     offsets = torch.arange(ROWS) + ROWS * strategy.cluster.rank
     batch = Batch((x, y), ROWS, ROWS * world, offsets, 0, 0)
 
@@ -128,17 +134,21 @@ def ours(kind: str, detail: str, size: str) -> tuple[Callable[[], float], Any]:
 
 
 def fsdp2(kind: str, backend: str, size: str) -> tuple[Callable[[], float], Any]:
-    """Under torch's own, on a backend."""
+    """Under torch's own, on a backend; "nccl" is that of GPUs."""
     from torch.distributed.fsdp import fully_shard
 
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     dist.init_process_group(backend)
-    model = make_gpt(size)
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    model = make_gpt(size).to(device)
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3, fused=True)
-    x, y = batch_of(dist.get_rank(), dist.get_world_size())
+    x, y = (rows.to(device) for rows in batch_of(dist.get_rank(), dist.get_world_size()))
 
     def step() -> float:
         loss = F.cross_entropy(model(x), y)

@@ -10,7 +10,6 @@ history = trainer.fit(train, epochs=20, validation_data=val)
 from typing import TYPE_CHECKING
 
 from spartito._lazy import attach as _attach
-from spartito.device import check_platform as _check_platform
 from spartito.errors import (
     CorruptSampleError,
     PreemptedError,
@@ -20,6 +19,7 @@ from spartito.errors import (
     install_excepthook,
 )
 from spartito.log import configure as _configure
+from spartito.system import check_platform as _check_platform
 
 if TYPE_CHECKING:
     from spartito import data, extend, models
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         PipelineStrategy,
         ShardedStrategy,
         Strategy,
+        TPUStrategy,
         strategy,
     )
     from spartito.training import callbacks, metrics
@@ -70,6 +71,7 @@ __getattr__ = _attach(
         "PowerSGD": "spartito.engine.compression",
         "ShardedStrategy": "spartito.strategies",
         "Strategy": "spartito.strategies",
+        "TPUStrategy": "spartito.strategies",
         "Task": "spartito.cluster.spec",
         "Trainer": "spartito.training.trainer",
         "meta": "spartito.engine.value_recipes",
@@ -106,6 +108,7 @@ __all__ = [
     "ShardedStrategy",
     "SpartitoError",
     "Strategy",
+    "TPUStrategy",
     "Task",
     "TaskLostError",
     "Trainer",

@@ -22,6 +22,7 @@ from time import monotonic_ns
 from typing import Self
 
 from spartito.names import ENV_HEARTBEAT, ENV_RUN_DIR, ENV_STACKS
+from spartito.system import STACKS_SIGNAL, cpu_and_state
 
 PHASES = (
     "",
@@ -126,8 +127,6 @@ class _Heart:
 
 
 _heart: _Heart | None = None
-STACKS_SIGNAL = signal.SIGRTMIN + 3
-"""Upon it a task writes its stacks, whoever holds the interpreter's lock."""
 
 
 def begin() -> None:
@@ -279,7 +278,7 @@ class Life:
     """What the kernel says of a process.
 
     Attributes:
-        state: A letter as in ``/proc``: T is stopped by a signal, t by a debugger.
+        state: A letter of the kernel: T is stopped by a signal, t by a debugger.
         cpu: Seconds that it has computed.
     """
 
@@ -301,11 +300,8 @@ def life_of(pid: int) -> Life | None:
     Returns:
         None where there is no such process.
     """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return Life(fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+    found = cpu_and_state(pid)
+    return None if found is None else Life(found[1], found[0])
 
 
 def file_of(folder: Path, name: str) -> Path:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
-from pathlib import Path
 from typing import Self
 
 import msgspec
+
+from spartito.system import process_space, process_start
 
 
 class Life(msgspec.Struct, frozen=True):
@@ -23,12 +23,12 @@ class Life(msgspec.Struct, frozen=True):
     @classmethod
     def own(cls) -> Self:
         """That of this process."""
-        return cls(_namespace(), os.getpid(), _state(os.getpid())[1])
+        return cls(process_space(), os.getpid(), process_start(os.getpid())[1])
 
     @property
     def is_over(self) -> bool:
         """Whether the process has certainly ended; False where it cannot be told from here."""
-        if not self.namespace or self.namespace != _namespace():
+        if not self.namespace or self.namespace != process_space():
             return False
         try:
             os.kill(self.pid, 0)
@@ -36,20 +36,5 @@ class Life(msgspec.Struct, frozen=True):
             return True
         except PermissionError:
             return False  # another's, or hidden
-        state, began = _state(self.pid)
+        state, began = process_start(self.pid)
         return state in ("Z", "X") or 0 < began != self.began
-
-
-def _namespace() -> str:
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    return ""
-
-
-def _state(pid: int) -> tuple[str, int]:
-    """Its state, and its beginning in clock ticks since the boot; 0 where unknown."""
-    with suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0], int(fields[19])
-    return "", 0

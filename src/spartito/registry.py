@@ -37,6 +37,7 @@ class StrategyInfo:
         asynchronous: whether replicas update without waiting for each other.
         recovers: whether a training goes on with the others when a replica is lost.
         most_replicas: the largest number of replicas; None for any number.
+        only_on: the kind of devices that it is for, as torch calls it; None for any.
         divides_model: whether tasks have a model between them.
         options: the keyword arguments of its class, but ``cluster``; None: only the class knows.
         nests: whether groups of another strategy may train so, as its ``inside``.
@@ -51,6 +52,7 @@ class StrategyInfo:
     asynchronous: bool = False
     recovers: bool = False
     most_replicas: int | None = None
+    only_on: str | None = None
     divides_model: bool = False
     options: tuple[str, ...] | None = None
     nests: bool = True
@@ -158,6 +160,12 @@ BUILT_IN = {
             options=("compress", "bucket_bytes", "find_unused_parameters", *OF_THE_JOB),
         ),
         StrategyInfo(
+            "tpu",
+            "spartito.strategies.tpu:TPUStrategy",
+            only_on="tpu",
+            options=("fill", *OF_THE_JOB),
+        ),
+        StrategyInfo(
             "central_storage",
             "spartito.strategies.central_storage:CentralStorageStrategy",
             one_machine=True,
@@ -226,6 +234,12 @@ BUILT_IN = {
 def strategy_names() -> tuple[str, ...]:
     """The names of all strategies: Spartito's own, the simplest first, then those of packages."""
     return (*BUILT_IN, *sorted(set(_added()) - set(BUILT_IN)))
+
+
+def names_anywhere() -> tuple[str, ...]:
+    """As `strategy_names`, without Spartito's own that are for one kind of devices."""
+    apart = {name for name, info in BUILT_IN.items() if info.only_on is not None}
+    return tuple(name for name in strategy_names() if name not in apart)
 
 
 def nesting_names() -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from spartito import heartbeat
 from spartito.names import ENV_RUN_DIR
+from spartito.system import resident_memory
 
 FOLDER, SUFFIX = "tasks", ".now"
 EVERY = 1.0
@@ -99,7 +100,7 @@ class _Writer:
             (spent.steps - first.steps) / seconds,
             min(1.0, (spent.waited - first.waited) / seconds),
             min(1.0, (spent.read - first.read) / seconds),
-            _memory(),
+            resident_memory(),
             _staleness(),
         )
         with suppress(OSError):  # a full disk, or a folder that is gone: training goes on
@@ -181,10 +182,3 @@ def _staleness() -> float | None:
     with suppress(RuntimeError):  # the server counts while we look
         return None if staleness is None else staleness()
     return None
-
-
-def _memory() -> int:
-    with suppress(OSError, ValueError):
-        pages = Path("/proc/self/statm").read_text().split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
-    return 0

@@ -67,7 +67,7 @@ class Waiting:
         if not self._dumped and seconds >= limit / 2:
             self._dumped = True
             dump_stacks(f"half of the limit of {limit:.0f} s is over")
-        if seconds < self.after:
+        if seconds < self.after or not late:  # all may have come while they were looked for
             return
         self.after *= FACTOR
         if self.enabled and not set(range(self._rank)) - set(late):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from spartito.backend import connect
-from spartito.collectives.shared_memory import host_key
+from spartito.system import host_key
 from tests.backend.operations import Pending, Step, differences, expected, start
 from tests.replicas import warns
 

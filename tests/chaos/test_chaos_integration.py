@@ -47,7 +47,7 @@ def test_a_worker_that_is_killed(commands: Commands) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["kill", "exception"])
+@pytest.mark.parametrize("kind", ["kill", pytest.param("exception", marks=pytest.mark.night)])
 def test_a_worker_of_groups_over_servers(commands: Commands, kind: str) -> None:
     """One that is killed is replaced, an exception ends the job; no update is lost or doubled."""
     apart = json.dumps({"groups": 2, "every": 5})
@@ -63,6 +63,7 @@ def test_a_worker_of_groups_over_servers(commands: Commands, kind: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_a_worker_inside_a_group_that_is_killed(commands: Commands) -> None:
     """Its group cannot go on without it, nor the other group: all end, and name it."""
     apart = json.dumps({"groups": 2, "every": 5})
@@ -108,6 +109,7 @@ def test_mistakes_are_told_before_anything_starts(
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_faults_of_several_kinds(commands: Commands) -> None:
     faults = "kill@worker:1#160,exception@worker:0#150,pause@worker:1#160,torn@worker:0#300"
     words = ["chaos", "mnist", "--strategy", "central_storage", "--limit", "20"]

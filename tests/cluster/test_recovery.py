@@ -10,7 +10,14 @@ from spartito.errors import UserError
 
 @pytest.mark.parametrize("recovery", [Recovery(), Recovery(2), Recovery(min_workers=1, wait=0.5)])
 def test_what_is_written_is_read_again(recovery: Recovery) -> None:
-    assert Recovery.from_environment({"SPARTITO_RECOVERY": recovery.text}) == recovery
+    read = Recovery.from_environment({"SPARTITO_RECOVERY": recovery.text})
+    assert read is not None
+    assert (read.min_workers, read.patience) == (recovery.min_workers, recovery.patience)
+
+
+def test_where_all_have_to_be_there_a_replacement_has_more_time() -> None:
+    assert (Recovery().patience, Recovery(min_workers=1).patience) == (300.0, 30.0)
+    assert Recovery(wait=2).patience == Recovery(min_workers=1, wait=2).patience == 2.0
 
 
 def test_without_the_variable_a_lost_task_ends_the_training() -> None:

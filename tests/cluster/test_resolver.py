@@ -10,6 +10,7 @@ from spartito.cluster.resolver import RESOLVERS, remarks
 from spartito.errors import UserError
 from tests.cluster.environments import SBATCH_SHELL, mpich, open_mpi, srun
 from tests.cluster.orchestrated import TORCHRUN, indexed_job, pytorch_job, skypilot
+from tests.cluster.tpu_hosts import gke
 
 TF_CONFIG = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
 
@@ -31,6 +32,7 @@ def everything(folder: Path) -> list[dict[str, str]]:
             "SPARTITO_TASK": "worker 0",
             "SPARTITO_WORKERS": "1",
         },
+        gke(1),
     ]
 
 
@@ -84,7 +86,7 @@ def test_a_wrong_source_that_nobody_uses_is_no_error(tmp_path: Path) -> None:
 
 
 def test_a_remark_does_not_wait_for_tasks(tmp_path: Path) -> None:
-    env = TORCHRUN | everything(tmp_path)[-1]
+    env = TORCHRUN | everything(tmp_path)[-2]
     assert "passed over: SPARTITO_CLUSTER_DIR" in remarks(resolve(env), env)[0]
     assert not (tmp_path / "shared").exists()
 

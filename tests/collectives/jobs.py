@@ -386,7 +386,8 @@ def join_in(
 
 def tell_notes(pipe: Connection, rank: int, world_size: int, port: int, way: str) -> None:
     """Send "together" once all have met; then meet again, and send what is said meanwhile."""
-    logger.handlers = [Sender(pipe)]
+    logger.handlers = [sender := Sender(pipe)]
+    sender.addFilter(lambda record: "exchange by sockets" not in record.msg)
     collective = join(rank, world_size, port, LONG, way)
     pipe.send_bytes(pickle.dumps("together"))
     pipe.recv()

@@ -22,6 +22,7 @@ from spartito.collectives.generations import (
     next_generation,
 )
 from spartito.life import Life
+from tests.skips import on_linux
 
 ELSEWHERE = Life("elsewhere", 1, 1)
 RANKS = st.sets(st.integers(0, 6), min_size=1)
@@ -128,6 +129,7 @@ def test_cards_come_back_from_the_store_as_they_were() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=Generation) == made
 
 
+@on_linux
 def test_only_a_process_of_this_machine_can_be_told_to_be_dead() -> None:
     own = Life.own()
     assert not own.is_over

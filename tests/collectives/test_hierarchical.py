@@ -16,6 +16,7 @@ from spartito.collectives.placement import Placement
 from tests.collectives import jobs, result_jobs
 from tests.collectives.group import Group, running
 from tests.commands import free_port, free_ports
+from tests.skips import shares_memory
 
 LONG = 60.0  # a limit that no passing test comes near
 SHORT = 3.0  # one that a frozen task lets pass; all have met by then
@@ -54,6 +55,7 @@ def test_only_who_is_together_counts(names: list[str], letters: list[str]) -> No
     assert Placement.of(renamed) == Placement.of(names)
 
 
+@shares_memory
 def test_leaders_tell_their_machine_that_they_get_on() -> None:
     port = free_port()
     with running() as group:
@@ -98,9 +100,9 @@ def test_all_ranks_get_the_same_bits(letters: str) -> None:
 @pytest.mark.parametrize(
     ("letters", "kind"),
     [
-        ("aaa", "SharedMemoryCollective"),
+        pytest.param("aaa", "SharedMemoryCollective", marks=shares_memory),
         ("abc", "SocketCollective"),
-        ("aab", "HierarchicalCollective"),
+        pytest.param("aab", "HierarchicalCollective", marks=shares_memory),
     ],
 )
 def test_the_machines_choose_the_collective(letters: str, kind: str) -> None:
@@ -111,6 +113,7 @@ def test_the_machines_choose_the_collective(letters: str, kind: str) -> None:
         assert [group.result(rank) for rank in range(3)] == [kind] * 3
 
 
+@shares_memory
 def test_each_machine_sends_once() -> None:
     """Leaders alone reduce between the machines: they send the gradients twice, others once."""
     port = free_port()
@@ -213,6 +216,7 @@ def test_a_frozen_rank_is_named_by_all(victim: int) -> None:
         group.signal(victim, signal.SIGCONT)
 
 
+@shares_memory
 def test_a_rank_that_is_frozen_before_it_has_the_result_is_named_by_all() -> None:
     """The other machine has its result, goes on, and waits for this one's leader meanwhile."""
     port = free_port()

@@ -52,7 +52,7 @@ def train(
     With ``is_hidden`` no process can tell by the kernel whether another one lives.
     """
     if is_hidden:
-        life._namespace = lambda: f"machine {rank}"
+        vars(life)["process_space"] = lambda: f"machine {rank}"
     os.environ["SPARTITO_STORE"] = store
     kind, _, letters = way.partition(" ")
     meeting = Rendezvous(

@@ -18,7 +18,6 @@ from torch.distributed import HashStore
 from spartito.collectives.calls import encode
 from spartito.collectives.links import HEAD, PART
 from spartito.collectives.peers import RANK, connect_all
-from spartito.collectives.rendezvous import connect
 from spartito.collectives.store import KeyValues, Membership
 from spartito.collectives.tcp import SMALL, SocketCollective, slices
 from spartito.collectives.torch_store import OfTorch
@@ -27,7 +26,7 @@ from spartito.wire.addresses import DRAWN, Endpoint
 from spartito.wire.secret import Key
 from spartito.wire.streams import rest
 from tests.callers import call, read_to_end
-from tests.collectives.group import join, running, spec
+from tests.collectives.group import join, running
 from tests.collectives.result_jobs import values
 from tests.commands import free_port
 
@@ -190,8 +189,3 @@ def test_a_task_that_is_gone_when_it_is_called_is_named() -> None:
     store.set("1", f"127.0.0.1 {port} {bytes(16).hex()}".encode())
     with pytest.raises(TaskLostError, match=rf"worker 1 did not come to 127\.0\.0\.1:{port}"):
         connect_all(Membership(0, NAMES, store, 0.1), HERE)
-
-
-def test_gpus_do_not_go_by_sockets() -> None:
-    with pytest.raises(UserError, match="communication='sockets' on cuda"):
-        connect(spec(0, 2, free_port()), torch.device("cuda"), 5, "sockets")

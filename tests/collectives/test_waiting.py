@@ -11,10 +11,18 @@ from spartito.waiting import HalfTime
 from tests.collectives import jobs
 from tests.collectives.group import running
 from tests.commands import eventually, free_port
+from tests.skips import shares_memory
 
 
 @pytest.mark.parametrize(
-    ("way", "late"), [("auto", 0), ("auto", 2), ("sockets", 1), ("on aab", 1), ("on aab", 2)]
+    ("way", "late"),
+    [
+        ("auto", 0),
+        ("auto", 2),
+        ("sockets", 1),
+        pytest.param("on aab", 1, marks=shares_memory),
+        ("on aab", 2),
+    ],
 )
 def test_who_waits_says_for_whom(way: str, late: int) -> None:
     port = free_port()

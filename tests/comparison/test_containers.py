@@ -19,7 +19,7 @@ from spartito.errors import UserError
 from spartito.launch.containers.compose import compose_file
 from spartito.launch.containers.launcher import Compose
 from spartito.launch.containers.plan import Containers
-from spartito.registry import strategy_names
+from spartito.registry import names_anywhere
 from tests.commands import SPARTITO, Commands, commands_in
 from tests.launch.containers import docker
 
@@ -49,7 +49,7 @@ def test_all_are_those_that_containers_allow(
     options: Compose, workers: int, left_out: list[str]
 ) -> None:
     found = plan(containers=options, workers=workers)
-    assert {run.strategy.name for run in found.runs} == set(strategy_names()) - set(left_out)
+    assert {run.strategy.name for run in found.runs} == set(names_anywhere()) - set(left_out)
     assert [why.split()[0] for why in found.left_out] == left_out
     assert all("each container is a machine of its own" in why for why in found.left_out)
     assert set(jobs(found)) == {run.folder for run in found.runs}
@@ -194,7 +194,6 @@ def written(commands: Commands, words: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.docker
-@pytest.mark.timeout(300)
 def test_one_strategy_fails_and_the_other_goes_on(commands: Commands, words: list[str]) -> None:
     ended = commands.spartito(*words, "--cpus", "0.5", "--", "one_device")
     assert ended.code == 1, ended.text
@@ -211,7 +210,6 @@ def test_one_strategy_fails_and_the_other_goes_on(commands: Commands, words: lis
 
 
 @pytest.mark.docker
-@pytest.mark.timeout(300)
 def test_ctrl_c_removes_the_containers_and_keeps_what_there_is(
     commands: Commands, words: list[str]
 ) -> None:

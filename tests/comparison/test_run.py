@@ -16,7 +16,7 @@ from spartito.comparison.run import ProcessRunner, command
 from spartito.errors import UserError
 from spartito.folders import LOCK
 from spartito.launch.containers.launcher import Compose
-from spartito.registry import strategy_names
+from spartito.registry import names_anywhere
 from tests.commands import SPARTITO, Commands, commands_in
 from tests.skips import need, skip
 
@@ -229,7 +229,7 @@ def test_all_strategies_from_the_simplest_on() -> None:
         ("multi_worker_mirrored", 3, 0, 32),
         ("parameter_server", 3, 2, 32),
     ]
-    assert {run.strategy.name for run in make_plan("mnist").runs} == set(strategy_names())
+    assert {run.strategy.name for run in make_plan("mnist").runs} == set(names_anywhere())
 
 
 def test_a_parameter_server_is_one_by_default() -> None:

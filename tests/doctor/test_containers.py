@@ -127,7 +127,6 @@ def examine(job: Job, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.docker
-@pytest.mark.timeout(300)
 def test_what_a_container_may_use_is_seen_from_inside(container_job: Make) -> None:
     job = container_job("--workers", "2", "--cpus", "0.5,1", "--memory", "640m")
     done = examine(job, "--json", "--timeout=60")
@@ -148,7 +147,6 @@ def test_what_a_container_may_use_is_seen_from_inside(container_job: Make) -> No
 
 
 @pytest.mark.docker
-@pytest.mark.timeout(300)
 def test_a_task_whose_container_cannot_run_the_doctor(container_job: Make) -> None:
     job = container_job("--workers", "2")
     document = yaml.safe_load(job.file.read_text())
@@ -160,7 +158,6 @@ def test_a_task_whose_container_cannot_run_the_doctor(container_job: Make) -> No
 
 
 @pytest.mark.docker
-@pytest.mark.timeout(300)
 def test_an_image_that_is_missing_is_told_before_anything_starts(container_job: Make) -> None:
     job = container_job("--workers", "2", "--image=spartito-nowhere")
     done = examine(job)
@@ -191,7 +188,6 @@ signal.pause()
 
 
 @pytest.mark.docker
-@pytest.mark.timeout(300)
 def test_a_running_job_goes_on_and_what_is_wrong_is_told(
     container_job: Make, other_version: str
 ) -> None:

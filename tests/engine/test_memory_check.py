@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
-from spartito.device import anonymous_memory, cgroup_memory, memory_limit
 from spartito.engine.memory_check import check_memory, state_copies
 from spartito.errors import UserError
+from spartito.system import anonymous_memory
+from spartito.system.capacity import cgroup_memory, memory_limit
 
 MIB = 1 << 20
 

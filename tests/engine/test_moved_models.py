@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import spartito
+from tests import simulated
 from tests.commands import commands_in
 from tests.strategies.test_recovery import difference
 
@@ -18,7 +19,7 @@ from torch import nn
 import spartito as sp
 from tests import simulated
 
-library = simulated.register()
+simulated.register()
 
 
 class Tied(nn.Module):
@@ -63,6 +64,7 @@ except RuntimeError as error:
 
 def test_a_script_that_builds_its_optimizer_first_trains_as_on_a_cpu(tmp_path: Path) -> None:
     """What is shared stays shared, the optimizer has the new parameters and its state of them."""
+    simulated.built()
     with commands_in(tmp_path) as commands:
         path = f"{Path(__file__).parents[2]}{os.pathsep}{Path(spartito.__file__).parents[1]}"
         script = commands.write("script.py", SCRIPT)
@@ -71,4 +73,4 @@ def test_a_script_that_builds_its_optimizer_first_trains_as_on_a_cpu(tmp_path: P
     lines = ended.out.splitlines()
     for on_cpu, on_device in json.loads(lines[-2]):
         assert difference(on_cpu, on_device) <= 1e-12
-    assert "tensors of the CPU beside tensors of sim" in lines[-1]
+    assert "at least two devices, sim:0 and cpu" in lines[-1]

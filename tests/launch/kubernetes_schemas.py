@@ -39,6 +39,7 @@ METADATA = closed(
     name=NAME,
     namespace=NAME,
     labels={"type": "object", "additionalProperties": {"type": "string", "maxLength": 63}},
+    annotations={"type": "object", "additionalProperties": {"type": "string"}},
 )
 NETWORK = closed(
     [],

@@ -24,6 +24,7 @@ from tests.launch.containers import docker
 
 Object = dict[str, Any]
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+SLICE = "metadata.annotations['jobset.sigs.k8s.io/job-index']"
 PAUSE = 0.2
 """Seconds between two looks at the containers."""
 
@@ -36,6 +37,7 @@ class Job:
     role: str
     subdomain: str
     spec: Object
+    number: int = 0
 
     @property
     def pod(self) -> Object:
@@ -61,8 +63,8 @@ class Job:
         found: dict[str, str] = {}
         for one in self.container["env"]:
             if "valueFrom" in one:
-                assert one["valueFrom"]["fieldRef"]["fieldPath"] == INDEX
-                found[one["name"]] = str(index)
+                paths = {INDEX: index, SLICE: self.number}
+                found[one["name"]] = str(paths[one["valueFrom"]["fieldRef"]["fieldPath"]])
             else:
                 found[one["name"]] = expanded(one["value"], found)
         return known | found
@@ -118,13 +120,14 @@ def jobs_of(documents: Sequence[Object]) -> list[Job]:
         name, spec = kinds["JobSet"]["metadata"]["name"], kinds["JobSet"]["spec"]
     found = []
     for one in spec["replicatedJobs"]:
-        assert one["replicas"] == 1
         template = one["template"]
         if "metadata" in template:  # Kubeflow counts the pods of this one
             nodes = kinds["TrainingRuntime"]["spec"]["mlPolicy"]["numNodes"]
             template["spec"] |= {"completions": nodes, "parallelism": nodes}
         subdomain = spec.get("network", {}).get("subdomain", "")
-        found.append(Job(f"{name}-{one['name']}-0", one["name"], subdomain, template["spec"]))
+        for number in range(one["replicas"]):
+            own = f"{name}-{one['name']}-{number}"
+            found.append(Job(own, one["name"], subdomain, template["spec"], number))
     return found
 
 

@@ -19,9 +19,11 @@ DRIVER = """
 import json, os, sys
 from spartito.launch.processes.process import Patience, Process
 from spartito.launch.processes.supervisor import supervise
+from spartito.system import IS_LINUX
+LEAN = ["-S"] if IS_LINUX else []  # elsewhere there are packages that tasks need
 job = json.loads(sys.argv[1])
 policies = job["policies"] or [{} for _ in job["files"]]
-tasks = [Process(f"worker {i}", [sys.executable, "-S", file], dict(os.environ), **policy)
+tasks = [Process(f"worker {i}", [sys.executable, *LEAN, file], dict(os.environ), **policy)
          for i, (file, policy) in enumerate(zip(job["files"], policies, strict=True))]
 sys.exit(supervise(tasks, patience=Patience(**job["patience"]), result_of=job["result_of"],
                    private=[job["private"]] if job["private"] else []))

@@ -56,7 +56,13 @@ def test_train_with_servers(commands: Commands) -> None:
 
 
 @pytest.mark.docker
-@pytest.mark.parametrize("options", [(), ("--memory", "500m")], ids=["no limit", "small memory"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), marks=pytest.mark.night, id="no limit"),
+        pytest.param(("--memory", "500m"), id="small memory"),
+    ],
+)
 def test_the_image_that_users_build(
     container_job: Callable[..., Job], options: tuple[str, ...]
 ) -> None:

@@ -50,7 +50,10 @@ def train(commands: Commands, run: Path, *options: str) -> dict[str, Ended]:
 @pytest.mark.parametrize(
     ("options", "tasks"),
     [
-        (["--strategy=mirrored", "--workers=2"], ["worker-0", "worker-1"]),
+        pytest.param(
+            *(["--strategy=mirrored", "--workers=2"], ["worker-0", "worker-1"]),
+            marks=pytest.mark.night,
+        ),
         (["--workers=1", "--ps=1", "--evaluator"], ["worker-0", "ps-0", "evaluator"]),
     ],
 )

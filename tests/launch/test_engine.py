@@ -17,8 +17,6 @@ from tests.launch.containers import Job, docker
 from tests.launch.jobs import plan_containers
 from tests.skips import skip
 
-pytestmark = pytest.mark.timeout(300)
-
 SLEEPS = """
 import signal
 print("is here", flush=True)
@@ -38,9 +36,9 @@ def test_a_job_that_shares_memory_and_is_taken_down_by_somebody_else(
         assert "/dev/shm/spartito-" in docker("exec", two.container(name), "sh", "-c", look)
     assert two.does("down")[0] == 0
     code, text = following.end()
-    # Who looks in time sees that a task was told to end; later, that one is gone.
+    # Who looks in time sees that a task was told to end; later, that one is gone, or was killed.
     assert code in (75, 69), text
-    assert "was told to end" in text or "is gone" in text, text
+    assert any(words in text for words in ("was told to end", "is gone", "was killed by")), text
     assert "engine failed" not in text
     assert two.remains == []
 
@@ -63,6 +61,7 @@ def test_a_detached_job_is_there_until_it_is_taken_down(container_job: Callable[
 
 @pytest.mark.docker
 @pytest.mark.slow
+@pytest.mark.night
 def test_models_in_parts_learn_the_same_in_containers(container_job: Callable[..., Job]) -> None:
     told = []
     for strategy in ("multi_worker_mirrored", "mesh", "sharded", "pipeline"):
@@ -87,7 +86,10 @@ exec {docker} "$@"
     "options",
     [
         {"groups": 2, "every": 20},
-        {"groups": [[0], [1], [2, 3]], "sites": [[0, 1], [2]], "every": [20, 100]},
+        pytest.param(
+            {"groups": [[0], [1], [2, 3]], "sites": [[0, 1], [2]], "every": [20, 100]},
+            marks=pytest.mark.night,
+        ),
     ],
     ids=["groups", "sites"],
 )

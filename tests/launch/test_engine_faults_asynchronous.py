@@ -10,7 +10,7 @@ import pytest
 
 from tests.launch.containers import Job, docker
 
-pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.docker
 
 Make = Callable[..., Job]
 SERVED = ("--workers", "2", "--ps", "1")

@@ -17,7 +17,7 @@ from tests.commands import LEAN
 from tests.launch.containers import LIMIT, Following, Job, docker
 from tests.launch.held import Held
 
-pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.docker
 
 Make = Callable[..., Job]
 WORKERS = 2
@@ -141,6 +141,7 @@ def test_containers_are_killed_and_the_others_go_on(container_job: Make) -> None
             assert here[name] == there[name]
 
 
+@pytest.mark.night
 def test_killed_or_away_beyond_the_time_limit(container_job: Make) -> None:
     words = ("--workers", "2", "--timeout", "5")
     killed, paused, cut = jobs = [container_job(*words, script=SCRIPT) for _ in range(3)]

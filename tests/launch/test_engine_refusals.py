@@ -19,7 +19,7 @@ from tests.commands import eventually
 from tests.launch.containers import IMAGE, LIMIT, ROOT, SPARTITO, Job, docker
 from tests.skips import skip
 
-pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.docker
 
 Make = Callable[..., Job]
 ENDLESS = """

@@ -91,6 +91,7 @@ def test_a_launcher_that_cannot_be_loaded_leaves_the_others_be(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # it installs packages
 def test_the_packages_of_the_page(commands: Commands) -> None:
     _strategy(commands)
     _launcher(commands)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from spartito.device import MemoryKills
 from spartito.launch.processes.process import out_of_memory
+from spartito.system.capacity import MemoryKills
 from tests.commands import commands_in
 from tests.launch.supervised import (
     DAEMON,
@@ -26,7 +26,7 @@ from tests.launch.supervised import (
     vanished,
     wait_until,
 )
-from tests.skips import skip
+from tests.skips import on_linux, skip
 
 HUNGRY = "x = [bytearray(b'x' * (1 << 20)) for _ in range(1 << 10)]"
 LIMITS = {"memory.limit_in_bytes": "memory", "memory.max": ""}
@@ -73,6 +73,7 @@ def _removed(folder: Path) -> bool:
     return not folder.exists()
 
 
+@on_linux
 def test_who_ran_out_of_memory_is_told(start: Start) -> None:
     with little_memory() as started:
         code, _, err = started(lambda: start(SLEEPS, HUNGRY)).end()

@@ -8,7 +8,7 @@ import torch
 from tests.mesh import jobs
 from tests.replicas import Replicas
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(280)
 
 TABLES = [
     "products", "elementwise", "views", "lookups", "norms", "attention", "convolutions",
@@ -16,7 +16,9 @@ TABLES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("most", [24, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "most", [24, pytest.param(200, marks=(pytest.mark.slow, pytest.mark.night))]
+)
 @pytest.mark.parametrize("what", TABLES)
 def test_shards_compute_what_whole_tensors_do(replicas: Replicas, what: str, most: int) -> None:
     assert replicas(jobs.check, 2, what, {"model": 2}, most) == [[], []]

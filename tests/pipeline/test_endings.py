@@ -32,7 +32,8 @@ trainer = sp.Trainer(
 )
 trainer.fit(sp.data.arrays(x, x).batch(4), epochs=1)
 """
-LOST = "worker 1 was stopped because worker 0 was killed by SIGKILL"
+STOPPED = "worker 1 was stopped because"
+LOST = f"{STOPPED} worker 0 was killed by SIGKILL"
 
 
 @pytest.fixture
@@ -60,7 +61,8 @@ def test_the_cause_of_an_end_is_read_last(
         "run", "--strategy", "pipeline", "--workers", workers, job, what.replace(" ", "-")
     )
     assert ended.code == code, ended.text
-    lines = ended.err.splitlines()
+    # after the cause may come what the launcher did about it, where worker 1 was slow to end
+    lines = [line for line in ended.err.splitlines() if last == LOST or STOPPED not in line]
     assert any(last in line for line in lines[-2:]), ended.text  # two processes write
     if what == "too many":
         assert "spartito: error: 3 stages of a model that has 2 layers in a row" in ended.err

@@ -19,6 +19,7 @@ from tests.replicas import Replicas
 
 EXACT = 1e-12
 
+NIGHT = (pytest.mark.slow, pytest.mark.night)
 SQUARE, CUBE = {"pipeline": 2, "model": 2}, {"pipeline": 2, "data": 2, "model": 2}
 CASES: list[Any] = [
     ("mlp", "Adam", 2, {}),
@@ -26,9 +27,7 @@ CASES: list[Any] = [
     ("mlp", "Adam", 2, {"schedule": "interleaved"}),
     ("mlp", "Adam", 4, {"stages": 2, "schedule": "zero_bubble"}),
     ("cats", "SGD", 2, {"microbatches": 2}),
-    pytest.param(
-        "cats", "Adam", 4, {"microbatches": 3, "schedule": "zero_bubble"}, marks=pytest.mark.slow
-    ),
+    pytest.param("cats", "Adam", 4, {"microbatches": 3, "schedule": "zero_bubble"}, marks=NIGHT),
     pytest.param("cats", "Adam", 4, {"microbatches": 2, "stages": 2}, marks=pytest.mark.slow),
     ("gpt", "Adam", 2, {"schedule": "zero_bubble"}),  # tied weights, in both stages
     pytest.param(
@@ -46,9 +45,9 @@ CASES: list[Any] = [
     pytest.param(
         "gpt", "Adam", 4, {"mesh": SQUARE, "schedule": "zero_bubble"}, marks=pytest.mark.slow
     ),
-    pytest.param("cats", "SGD", 4, {"mesh": SQUARE, "microbatches": 2}, marks=pytest.mark.slow),
+    pytest.param("cats", "SGD", 4, {"mesh": SQUARE, "microbatches": 2}, marks=NIGHT),
     pytest.param("gpt", "SGD", 8, {"mesh": CUBE}, marks=pytest.mark.slow),
-    pytest.param("cats", "SGD", 8, {"mesh": CUBE, "microbatches": 2}, marks=pytest.mark.slow),
+    pytest.param("cats", "SGD", 8, {"mesh": CUBE, "microbatches": 2}, marks=NIGHT),
 ]
 
 

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from spartito.collectives.shared_memory import host_key, supported
 from spartito.collectives.versions import Versions
 from spartito.errors import SpartitoError
 from spartito.ps.client.control import Control
@@ -35,9 +34,10 @@ from spartito.ps.server.server import Server
 from spartito.ps.server.shard import Shard
 from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
+from spartito.system import host_key
 from spartito.wire.addresses import Endpoint
 from spartito.wire.listening import listen
-from tests.skips import skip_if
+from tests.skips import shares_memory
 
 HOST = "127.0.0.1"
 LIMIT = 30.0  # seconds that no passing test comes near
@@ -47,7 +47,7 @@ WAYS = [
     pytest.param(
         {"shares": True},
         id="memory",
-        marks=skip_if(not supported(), "memory", "this system shares none"),
+        marks=shares_memory,
     ),
 ]
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from spartito.collectives.shared_memory import supported
 from spartito.collectives.versions import Versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.ps.client.link import BREAKS, Address, Link, Restarted
@@ -49,7 +48,7 @@ from tests.ps.served import (
     net,
     push,
 )
-from tests.skips import skip_if
+from tests.skips import shares_memory
 
 # Broken connections
 
@@ -223,7 +222,7 @@ def test_a_server_that_stops_replying_is_named(job: Start, way: dict[str, Any]) 
     assert "SPARTITO_TIMEOUT" in str(caught.value)
 
 
-@skip_if(not supported(), "memory", "this system shares none")
+@shares_memory
 def test_a_server_without_a_descriptor_for_a_task_lets_it_in_later(
     job: Start, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from msgspec import inspect
 from msgspec.structs import replace
 
-from spartito.collectives.shared_memory import host_key
 from spartito.collectives.versions import Versions
 from spartito.log import RareWarnings
 from spartito.ps.protocol import work
@@ -46,6 +45,7 @@ from spartito.ps.protocol.messages import (
 )
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.server.norms import KNOWN
+from spartito.system import host_key
 from tests.ps.live import JOB, Live, frame, hear, push_of, reply_or_close
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,25 @@ def one_memory(name: str) -> dict[str, Any]:
     result["seen"] = net[0].bias.tolist()  # type: ignore[index]
     strategy.close()
     return result
+
+
+def written(who: Sequence[int]) -> list[float] | str:
+    """A bias after an update that changes nothing, where these replicas have written into it."""
+    try:
+        with make_strategy("central_storage") as strategy:
+            net = nn.Linear(3, 2).double()
+            made, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.0))
+            x = torch.ones(4, 3).double()
+            for batch in strategy.distribute((x, x)):
+                strategy.backward(made(batch.x).sum(1), batch)
+                if strategy.cluster.rank in who:
+                    with torch.no_grad():
+                        net.bias.fill_(7 + strategy.cluster.rank)
+                strategy.update(optimizer)
+            found: list[float] = net.bias.tolist()
+            return found
+    except sp.UserError as error:
+        return str(error)
 
 
 def elements(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:

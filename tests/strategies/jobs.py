@@ -11,19 +11,27 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
+from spartito.names import ENV_SHARE_DEVICES
 from spartito.registry import StrategyInfo
 from spartito.strategies import Strategy
 from spartito.strategies import strategy as named_strategy
-from tests.replicas import warns
+from tests import simulated
+from tests.replicas import NO_BF16, warns
 
 DEVICE = os.environ.get("SPARTITO_TEST_DEVICE", "cpu")
-"""Where the contracts of the strategies are tested: "cpu", or "cuda" for each replica's own GPU."""
+"""Where the contracts of the strategies are tested: "cpu", "sim" (`tests.simulated`), "cuda"."""
+if DEVICE == simulated.NAME:
+    simulated.begin()
+if DEVICE != "cpu":  # any machine has the devices for any number of replicas
+    os.environ[ENV_SHARE_DEVICES] = "1"
 
 
 def make_strategy(name: str | None = None, **options: Any) -> Strategy:
     """A strategy by its name, or by the path of its class: ``"package.module:Class"``."""
-    if DEVICE == "cpu" and torch.cuda.is_available():
+    if DEVICE == "cpu" and torch.accelerator.is_available() and not simulated.is_here():
         options.setdefault("device", "cpu")
+    if name == "tpu":
+        options.setdefault("device", DEVICE)
     if name and ":" in name:
         made: Strategy = StrategyInfo(name, name).load()(**options)
         return made
@@ -296,10 +304,11 @@ def gan(name: str, options: dict[str, Any]) -> dict[str, Any]:
             fake = g(batch.y)
             d_opt.zero_grad()
             judged = torch.cat([d(batch.x), d(fake.detach())], 1)
-            d_losses = loss(judged, torch.tensor([1.0, 0.0]).double().expand_as(judged))
+            d_losses = loss(judged, judged.new_tensor([1.0, 0.0]).expand_as(judged))
             strategy.backward(d_losses, batch)
             strategy.update(d_opt)
-            g_losses = loss(d(fake), torch.ones(batch.size, 1).double())
+            judged = d(fake)
+            g_losses = loss(judged, torch.ones_like(judged))
             strategy.backward(g_losses, batch)
             strategy.update(g_opt)
             both = torch.stack([d_losses.mean(1), g_losses.mean(1)], 1)
@@ -349,13 +358,13 @@ def unused_parameters(name: str, options: dict[str, Any]) -> dict[str, Any]:
         strategy.update(optimizer)
     found = weights(strategy, net)
     state = {name: found[f"{name}.weight"] for name in ("always", "rare")}
-    unchanged = torch.equal(before, found["never.weight"])
+    unchanged = torch.equal(before, found["never.weight"].cpu())
     kept = unchanged and net.never.weight not in optimizer.state
     strategy.close()
     return {"weights": state, "kept": kept}
 
 
-@warns("torch.compile is left out on a mesh", "The .grad attribute of a Tensor")
+@warns("torch.compile is left out on a mesh", "The .grad attribute of a Tensor", NO_BF16)
 def low_precision(name: str, options: dict[str, Any], compiled: bool) -> dict[str, Any]:
     """bf16 autocast on a float32 network, also as a compiled module."""
     strategy = make_strategy(name, **options)

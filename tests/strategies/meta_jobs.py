@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spartito as sp
-from spartito.engine.memory_check import give_back_memory
 from spartito.strategies import strategy as strategy_of
+from spartito.system import give_back_memory
 
 INSIDE: dict[str, Any] = {
     "plain": nullcontext,

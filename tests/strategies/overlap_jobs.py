@@ -26,7 +26,7 @@ from spartito.steps.team import Team
 from spartito.steps.topology import Connected, OneShardEach
 from spartito.strategies import MultiWorkerMirroredStrategy
 from tests.collectives.group import spec
-from tests.replicas import warns
+from tests.replicas import NO_BF16, warns
 
 SMALL, LARGE = 64, 1 << 30
 """Bytes of a bucket: each parameter in one of its own; all gradients at the end, in one sum."""
@@ -108,7 +108,7 @@ def streamed(strategy: MultiWorkerMirroredStrategy) -> int:
     return found.overlapped if isinstance(found, StreamedGradients) else 0
 
 
-@warns("None of the inputs have requires_grad")
+@warns("None of the inputs have requires_grad", NO_BF16)
 def fit(way: str, options: dict[str, Any], **given: Any) -> tuple[dict[str, Tensor], int]:
     """The weights after an uneven training with validation, and the buckets that left early."""
     strategy = make(way, **options)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
 
 import spartito as sp
-from spartito.collectives import pages
+from spartito.system import shared
 from tests.strategies.jobs import blobs, make_strategy
 from tests.strategies.sharded_models import KINDS, build, of_tokens, photos, tokens
 
@@ -21,6 +24,7 @@ STEPS, BATCH = 10, 6
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda ps: torch.optim.SGD(ps, 0.05, momentum=0.9),
     "Adam": lambda ps: torch.optim.Adam(ps, 1e-3),
+    "AdamW": lambda ps: torch.optim.AdamW(ps, 1e-2, weight_decay=0.1),
     "NAdam": lambda ps: torch.optim.NAdam(ps, 1e-2, decoupled_weight_decay=True, weight_decay=0.1),
     "RMSprop": lambda ps: torch.optim.RMSprop(ps, 1e-3, centered=True, momentum=0.5),
     "Adagrad": lambda ps: torch.optim.Adagrad(ps, 1e-2, initial_accumulator_value=0.1),
@@ -82,6 +86,90 @@ def by_strategy(
         found.append(losses[:STEPS])
         strategy.close()
     return found
+
+
+class Again(nn.Module):
+    """A part with blocks of its own, which computes once more in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(6, 20), nn.Tanh()), nn.Linear(20, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(checkpoint(self.body, x, use_reentrant=False))
+        return out
+
+
+def elsewhere(name: str, options: dict[str, Any]) -> list[float]:
+    """Losses where backward passes have a thread of their own, as on devices."""
+    torch.manual_seed(5)
+    net, (x, y), losses = Again().double(), blobs(12), []
+    with make_strategy(name, **options) as strategy, ThreadPoolExecutor(1) as aside:
+        _, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+        for _ in range(2):
+            for batch in strategy.distribute(sp.data.arrays(x, y).batch(6)):
+                loss = nn.functional.cross_entropy(net(batch.data[0]), batch.data[1])
+                aside.submit(strategy.backward, loss, batch).result()
+                strategy.update(optimizer)
+                losses.append(strategy.reduce("mean", loss).item())
+    return losses
+
+
+class Ends(torch.autograd.Function):
+    """Ends the second replica's process in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if os.environ["RANK"] == "1":
+            os._exit(3)
+        return grad
+
+
+class Ending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(Ends.apply(self.first(x)))  # type: ignore[no-untyped-call]
+        return out
+
+
+def lost(name: str, options: dict[str, Any]) -> None:
+    """A replica is lost while the others are in a backward pass."""
+    net = Ending().double()
+    with make_strategy(name, **options) as strategy:
+        strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+        for batch in strategy.distribute(sp.data.arrays(*blobs(12)).batch(6)):
+            strategy.step(batch, nn.CrossEntropyLoss())
+
+
+def engines(name: str, options: dict[str, Any], kinds: list[str]) -> list[bool]:
+    """Whether torch's FSDP2 has a model of each kind."""
+    found = []
+    for kind in kinds:
+        net = build(kind)
+        with make_strategy(name, **options) as strategy:
+            strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+        found.append(isinstance(net, FSDPModule))
+    return found
+
+
+def halves(name: str, options: dict[str, Any]) -> list[float]:
+    """A weight in bf16 after a step of one, with gradients of 1, 1/256, 1/256 and 0."""
+    net = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    nn.init.zeros_(net.weight)
+    with make_strategy(name, **options) as strategy:
+        strategy.prepare(net, torch.optim.SGD(net.parameters(), 1.0))
+        rows = torch.tensor([4, 1 / 64, 1 / 64, 0])[:, None].to(torch.bfloat16)
+        for batch in strategy.distribute(sp.data.arrays(rows, torch.zeros(4)).batch(4)):
+            strategy.step(batch, lambda output, target: output.flatten())
+        values = strategy.state_dict()["model"]["weight"]
+        return [float(value) for value in values.flatten()]
 
 
 def refusals(name: str, options: dict[str, Any]) -> list[str]:
@@ -205,11 +293,11 @@ def reloaded(name: str, options: dict[str, Any]) -> list[list[list[float]]]:
 
 def untold(name: str, options: dict[str, Any]) -> list[list[float]]:
     """As `by_strategy`, where no kernel tells what was written, and what is there is written."""
-    before, pages.PAGEMAP = pages.PAGEMAP, "/proc/self/nothing"
+    before, shared.PAGEMAP = shared.PAGEMAP, "/proc/self/nothing"
     try:
         return by_strategy(name, options, [("mlp", "Adam", None)], write_the_same)
     finally:
-        pages.PAGEMAP = before
+        shared.PAGEMAP = before
 
 
 def write_the_same(net: nn.Module, step: int) -> None:

@@ -111,6 +111,48 @@ class Own(nn.Module):
         return out
 
 
+class InPlace(nn.Module):
+    """Writes into what a block returned, a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (2, 3)), nn.Flatten())
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.body(x)
+        found += 1
+        out: Tensor = self.head(torch.tanh(found))
+        return out
+
+
+class InTurns(nn.Module):
+    """Calls a block twice, and another one in every other pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.seldom, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        found = torch.tanh(self.twice(self.twice(x)))
+        out: Tensor = self.head(found + self.seldom(found) if self.passes % 2 else found)
+        return out
+
+
+class Recurrent(nn.Module):
+    """Has parameters in a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.LSTM(3, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.cells(x.view(-1, 2, 3))[0][:, -1])
+        return out
+
+
 def of_found(output: Found, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.scores, target, reduction="none")
 
@@ -140,6 +182,9 @@ KINDS: dict[str, Kind] = {
     "views": (Views, lambda: blobs(16), nn.CrossEntropyLoss()),
     "astray": (Astray, lambda: blobs(16), of_found),
     "frozen": (Frozen, lambda: blobs(16), nn.CrossEntropyLoss()),
+    "in place": (InPlace, lambda: blobs(16), nn.CrossEntropyLoss()),
+    "in turns": (InTurns, lambda: blobs(16), nn.CrossEntropyLoss()),
+    "recurrent": (Recurrent, lambda: blobs(16), nn.CrossEntropyLoss()),
     "gpt": (lambda: sp.models.GPT(11, 8, 2, 2, 16, 0.0), tokens, of_tokens),
     "cnn": (
         lambda: nn.Sequential(

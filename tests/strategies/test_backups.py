@@ -21,6 +21,7 @@ from tests.strategies.test_contracts import (
     named,
     servers,
 )
+from tests.strategies.test_contracts import marks as contract_marks
 
 AFTER = 10  # steps, of which an epoch has 6; a backup is due after each third, or epoch
 
@@ -88,7 +89,7 @@ def test_it_goes_on_at_the_next_step(
 def marks(case: Case) -> tuple[pytest.MarkDecorator, ...]:
     """One form each of a few strategies is enough for the quick tests."""
     quick = [*CASES[:2], *(next(c for c in CASES if c[0] == n) for n in ("sharded", "local_sgd"))]
-    return () if case in quick else (pytest.mark.slow,)
+    return () if case in quick else (pytest.mark.slow, *contract_marks(case))
 
 
 @pytest.mark.parametrize(

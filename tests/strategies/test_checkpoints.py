@@ -86,8 +86,8 @@ def reading() -> list[Any]:
         near = [one for one in others if neighbours(case, one)]
         copied = [one for one in SAVING if one not in near]
         if case is not FIRST[case[0]]:
-            slow = pytest.param(case, others, copied, marks=pytest.mark.slow, id=named(case))
-            given.append(slow)
+            night = (pytest.mark.slow, pytest.mark.night)
+            given.append(pytest.param(case, others, copied, marks=night, id=named(case)))
             continue
         quick = [one for one in copied if one in others or (case is CASES[0] and not marks(one))]
         far = [one for one in others if one not in near]

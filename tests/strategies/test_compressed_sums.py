@@ -56,7 +56,9 @@ def text_of(way: str, compress: str) -> str:
     return SUMS[way][0].format(f"compress={said}")
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=slow)])
+@pytest.mark.parametrize(
+    "optimizer", ["sgd", pytest.param("adamw", marks=(slow, pytest.mark.night))]
+)
 @pytest.mark.parametrize(
     ("way", "compress"),
     [

@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from spartito.system import shares_memory
 from tests.replicas import ReplicaError, Replicas
 from tests.strategies import data_jobs, jobs
 
@@ -39,6 +40,7 @@ GLOO = {"communication": "process_group"}
 OVER_GLOO: list[Case] = [
     ("multi_worker_mirrored", 3, GLOO),
     ("sharded", 3, {"zero": 3, "block_bytes": 100, **GLOO}),
+    ("sharded", 3, {"communication": "fsdp", "block_bytes": 100}),  # the engine of GPUs
     ("mesh", 4, {"mesh": {"data": 2, "model": 2}, "zero": 1, **GLOO}),
     ("pipeline", 4, {"stages": 2, "microbatches": 3, **GLOO}),
     ("local_sgd", 3, {"groups": [[0, 2], [1]], "every": 3, **GLOO}),
@@ -54,6 +56,7 @@ CASES: list[Case] = [
     ("multi_worker_mirrored", 3, {"communication": "sockets"}),
     ("multi_worker_mirrored", 2, {"communication": "sockets", "bucket_bytes": 64}),  # overlaps
     ("mirrored", 2, {"communication": "ddp"}),  # the engine of GPUs, here on gloo
+    ("tpu", 2, {}),
     ("central_storage", 2, {}),
     ("central_storage", 3, {}),
     ("sharded", 2, {}),
@@ -84,15 +87,8 @@ CASES: list[Case] = [
     *OVER_GLOO,
 ]
 
-if jobs.DEVICE == "cuda":  # NCCL refuses two ranks on one GPU, and the rest is for CPUs
-    GPUS = torch.cuda.device_count()
-    CASES = [case for case in CASES if case[0] in ("one_device", "parameter_server")]
-    CASES[1:1] = [
-        ("mirrored", 1, {}),
-        *[("mirrored", count, {}) for count in (2, 3) if count <= GPUS],
-        *[("multi_worker_mirrored", 2, {}) for _ in range(GPUS > 1)],
-        ("tests.strategies.sharing:SharingStrategy", 2, {"communication": "ddp"}),
-    ]
+if not shares_memory():
+    CASES = [case for case in CASES if case[0] != "central_storage"]
 
 SLOWER = [
     ("mirrored", 3, {}),
@@ -111,7 +107,7 @@ SLOWER = [
     SEVERAL_SERVED,
     *OVER_GLOO,
 ]
-"""Forms whose strategy has others in the quick tests; they run with the slow ones."""
+"""Forms whose strategy has others in the quick tests; they run at night."""
 
 EXACT = 1e-12
 COUPLED = 0.3
@@ -126,7 +122,7 @@ def named(case: Case) -> str:
 
 
 def marks(case: Case) -> tuple[pytest.MarkDecorator, ...]:
-    return (pytest.mark.slow,) if case in SLOWER else ()
+    return (pytest.mark.slow, pytest.mark.night) if case in SLOWER else ()
 
 
 def each_of(cases: Sequence[Case]) -> pytest.MarkDecorator:

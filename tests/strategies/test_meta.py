@@ -21,6 +21,7 @@ CASES: list[Case] = [
     ("central_storage", 2, {}),
     ("sharded", 2, {"block_bytes": 500}),
     ("sharded", 2, {"communication": "sockets", "block_bytes": 500}),
+    ("sharded", 2, {"communication": "fsdp", "block_bytes": 500}),
     ("sharded", 2, {"zero": 1}),
     ("sharded", 4, {"copies": 2}),
     ("mesh", 2, {"model": 2}),

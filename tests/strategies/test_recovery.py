@@ -34,7 +34,7 @@ from tests import stacks
 from tests.collectives.group import spec
 from tests.commands import eventually
 from tests.processes import context
-from tests.replicas import Replicas
+from tests.replicas import Replicas, on_host
 from tests.strategies.jobs import blobs
 
 LIMIT = 120.0
@@ -61,6 +61,8 @@ class Plan:
     """Who asks for an end after which step, and dies once all have heard of it."""
     spots: Mapping[tuple[int, int], Spot] = field(default_factory=dict)
     """Where within a step somebody who is killed there dies."""
+    begin: Callable[[], object] | None = None
+    """What each process does first."""
 
 
 class Killed(sp.Callback):
@@ -173,7 +175,9 @@ def train(plan: Plan, rank: int, folder: Path) -> dict[str, Any]:
 def task(plan: Plan, rank: int, folder: Path, environment: dict[str, str], pipe: Any) -> None:
     torch.set_num_threads(1)
     os.environ.update(environment)
-    pipe.send_bytes(pickle.dumps(train(plan, rank, folder)))
+    if plan.begin is not None:
+        plan.begin()
+    pipe.send_bytes(pickle.dumps(on_host(train(plan, rank, folder))))
 
 
 def run(plan: Plan, folder: Path) -> list[Any]:

@@ -14,20 +14,24 @@ from torch import nn
 
 import spartito as sp
 from spartito.cluster.spec import ClusterSpec
-from spartito.engine.sharding.blocks import GRAIN, Layout, divide
+from spartito.engine.sharding.blocks import GRAIN, Layout, RowLayout, divide, units
 from spartito.storage.atomic import verify
 from tests.replicas import Replicas
 from tests.strategies import sharded_jobs as jobs
 from tests.strategies import sharded_models
 from tests.strategies.jobs import blobs
 
+SOCKETS: dict[str, Any] = {"communication": "sockets"}
+FSDP: dict[str, Any] = {"communication": "fsdp"}
 STAGES: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
     (3, {"zero": 2, "block_bytes": 100}),
     (2, {"zero": 1}),
     (3, {"communication": "sockets", "block_bytes": 300}),
+    (2, {"communication": "fsdp", "block_bytes": 1000}),
     (4, {"copies": 2, "block_bytes": 300}),
     (4, {"copies": 2, "communication": "sockets"}),
+    (4, {"copies": 2, "communication": "fsdp", "block_bytes": 1000}),
 ]
 CASES: list[tuple[str, str, float | None]] = [
     ("mlp", "SGD", 0.1),
@@ -52,7 +56,7 @@ def test_losses_are_those_of_plain_torch(
             assert max(abs(a - b) for a, b in zip(losses, plain, strict=True)) <= 1e-12, case
 
 
-@pytest.mark.parametrize("stage", STAGES[:4], ids=str)
+@pytest.mark.parametrize("stage", STAGES[:5], ids=str)
 def test_optimizers_and_what_scripts_do_between_steps(
     replicas: Replicas, stage: tuple[int, dict[str, Any]]
 ) -> None:
@@ -65,13 +69,49 @@ def test_optimizers_and_what_scripts_do_between_steps(
             assert max(abs(a - b) for a, b in zip(losses, plain, strict=True)) <= 1e-12, case
 
 
+def test_fsdp2_has_what_it_can_have(replicas: Replicas) -> None:
+    for found in replicas(jobs.engines, 2, "sharded", FSDP, ["mlp", "astray", "frozen", "views"]):
+        assert found == [True, True, True, False]  # the last has a parameter without elements
+    for found in replicas(jobs.engines, 2, "sharded", {"communication": "process_group"}, ["mlp"]):
+        assert found == [False]
+
+
+def test_fsdp2_follows_what_modules_do(replicas: Replicas) -> None:
+    cases: list[tuple[str, str, float | None]] = [
+        (kind, "AdamW", None) for kind in ("in place", "in turns", "recurrent")
+    ]
+    options = {"block_bytes": 100, **FSDP}
+    for found in replicas(jobs.by_strategy, 2, "sharded", options, cases):
+        for case, losses in zip(cases, found, strict=True):
+            plain = jobs.by_torch(*case)
+            assert max(abs(a - b) for a, b in zip(losses, plain, strict=True)) <= 1e-12, case
+
+
+def test_a_task_that_is_lost_in_calls_of_fsdp2_is_named(replicas: Replicas) -> None:
+    options = {"block_bytes": 100, "timeout": 10, **FSDP}
+    first, _, last = replicas.outcomes(jobs.lost, 3, "sharded", options)
+    for found in (first, last):
+        assert found.kind == "TaskLostError"
+        assert found.text.startswith("worker 1 is gone")
+
+
+def test_other_strategies_refuse_fsdp() -> None:
+    with pytest.raises(sp.UserError, match="communication='fsdp' under mirrored"):
+        _ = sp.MirroredStrategy(cluster=ClusterSpec.alone(), device="cpu", **FSDP).engine
+
+
+def test_fsdp2_adds_up_halves_in_fp32(replicas: Replicas) -> None:
+    for found in replicas(jobs.halves, 4, "sharded", FSDP):
+        assert found == [-1 - 1 / 128]  # in bf16 one and 1/256 are one
+
+
 def test_a_system_that_does_not_tell_what_was_written(replicas: Replicas) -> None:
     plain = jobs.by_torch("mlp", "Adam", None, jobs.write_the_same)
     for (losses,) in replicas(jobs.untold, 2, "sharded", {}):
         assert losses == pytest.approx(plain, rel=0, abs=1e-12)
 
 
-@pytest.mark.parametrize("options", [{"block_bytes": 100}, {"communication": "sockets"}], ids=str)
+@pytest.mark.parametrize("options", [{"block_bytes": 100}, SOCKETS, FSDP], ids=str)
 def test_half_a_backward_pass_does_not_count(replicas: Replicas, options: dict[str, Any]) -> None:
     net, (x, y), losses = sharded_models.build("mlp"), blobs(12), []
     made = torch.optim.SGD(net.parameters(), 0.1)
@@ -83,6 +123,13 @@ def test_half_a_backward_pass_does_not_count(replicas: Replicas, options: dict[s
         losses.append(loss.item())
     for found in replicas(jobs.broken, 2, "sharded", options):
         assert found == pytest.approx(losses[2:], rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize("options", [SOCKETS, FSDP], ids=str)
+def test_a_backward_pass_in_another_thread(replicas: Replicas, options: dict[str, Any]) -> None:
+    (right,) = replicas(jobs.elsewhere, 1, "one_device", {})
+    for found in replicas(jobs.elsewhere, 2, "sharded", {"block_bytes": 100, **options}):
+        assert found == pytest.approx(right, rel=0, abs=1e-12)
 
 
 def test_a_view_that_is_kept_over_updates_is_refused_between_machines(replicas: Replicas) -> None:
@@ -109,7 +156,7 @@ def test_what_cannot_be_sharded_is_refused_before_the_first_step(replicas: Repli
         assert all("mirrored" in text for text in texts)
 
 
-@pytest.mark.parametrize("options", [{}, {"communication": "sockets"}], ids=str)
+@pytest.mark.parametrize("options", [{}, SOCKETS, FSDP], ids=str)
 def test_no_block_keeps_values_of_before(replicas: Replicas, options: dict[str, Any]) -> None:
     torch.manual_seed(5)
     net, (x, y) = jobs.Idle().double(), blobs(12)
@@ -124,7 +171,7 @@ def test_no_block_keeps_values_of_before(replicas: Replicas, options: dict[str, 
         assert after == of_loaded
 
 
-@pytest.mark.parametrize("options", [{}, {"communication": "sockets"}, {"zero": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, SOCKETS, FSDP, {"zero": 2}], ids=str)
 def test_what_is_written_into_parameters_is_right(
     replicas: Replicas, options: dict[str, Any]
 ) -> None:
@@ -145,12 +192,12 @@ def test_what_not_all_write_alike_is_refused(replicas: Replicas, how: jobs.Betwe
 
 
 def test_a_model_in_shards_is_not_copied(replicas: Replicas) -> None:
-    for options in ({}, {"communication": "sockets"}):
+    for options in ({}, SOCKETS, FSDP):
         for text in replicas(jobs.written, 2, "sharded", options, jobs.copied):
             assert text.startswith("a copy of a model")
 
 
-@pytest.mark.parametrize("options", [{}, {"communication": "sockets"}], ids=str)
+@pytest.mark.parametrize("options", [{}, SOCKETS, FSDP], ids=str)
 def test_what_is_loaded_counts_after_a_change_in_place(
     replicas: Replicas, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -169,7 +216,7 @@ def test_what_is_loaded_counts_after_a_change_in_place(
     assert verify(tmp_path / "before").files == verify(tmp_path / "after").files
 
 
-@pytest.mark.parametrize("communication", ["sockets", "process_group"])
+@pytest.mark.parametrize("communication", ["sockets", "process_group", "fsdp"])
 def test_what_needs_the_others_is_refused_after_close(
     replicas: Replicas, communication: str
 ) -> None:
@@ -188,6 +235,8 @@ def test_what_needs_the_others_is_refused_after_close(
         ({"block_bytes": 0}, "block_bytes=0"),
         ({"offload": True}, "offload=True on CPUs"),
         ({"communication": "ddp"}, "communication='ddp'"),
+        ({"communication": "fsdp", "zero": 2}, "communication='fsdp' with zero=2"),
+        ({"communication": "fsdp", "compress": "bf16"}, "communication='fsdp' with compress="),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], text: str) -> None:
@@ -204,6 +253,28 @@ def test_shards_have_each_element_once(sizes: list[int], shards: int) -> None:
             found[section.parameter] += range(section.start, section.stop)
             assert 0 <= section.offset <= layout.length - (section.stop - section.start)
     assert found == {number: list(range(size)) for number, size in enumerate(sizes)}
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4)), min_size=1), st.integers(1, 5))
+def test_rows_are_in_one_shard_each(shapes: list[tuple[int, int]], shards: int) -> None:
+    layout = RowLayout(tuple(shapes), shards)
+    found: dict[int, list[int]] = {number: [] for number in range(len(shapes))}
+    for rank in range(shards):
+        for section in layout.shard(rank):
+            found[section.parameter] += range(section.start, section.stop)
+            assert section.start % shapes[section.parameter][1] == 0
+            assert 0 <= section.offset <= layout.length - (section.stop - section.start)
+    assert found == {number: list(range(size)) for number, size in enumerate(layout.sizes)}
+
+
+def test_tied_weights_are_in_the_block_around_both() -> None:
+    first, second, third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+    net = nn.Sequential(nn.Sequential(first, second), third)
+    assert [each.module for each in units(net, 1)] == [third, second, first, net]
+    third.weight = first.weight
+    found = {each.module: each.parameters for each in units(net, 1)}
+    assert [*found] == [second, net]
+    assert set(found[net]) == {first.weight, first.bias, third.bias}
 
 
 def test_blocks_are_cut_by_size_and_leave_torchs_own_modules_whole() -> None:

@@ -20,6 +20,8 @@ from tests.strategies.jobs import blobs, mlp
 PAGE = Path(__file__).parents[2] / "docs" / "concepts.md"
 REPLICAS = {"one_device": 1}
 SERVERS = {"parameter_server": 1}
+ELSEWHERE: dict[str, dict[str, Any]] = {"tpu": {"device": "cpu"}}
+"""Options of those that are for a kind of devices, on others."""
 CONDITIONS: dict[str, dict[str, Any]] = {"max_staleness=0 without BatchNorm": {"max_staleness": 0}}
 
 
@@ -91,7 +93,7 @@ def test_a_cell(replicas: Replicas, name: str, column: str, cell: str) -> None:
             replicas(use, world, name, {}, column, servers=servers)
         return
     assert result == "yes" or (result, column) == ("left out", "torch.compile")
-    options = CONDITIONS.get(condition, {})
+    options = CONDITIONS.get(condition, {}) | ELSEWHERE.get(name, {})
     found = replicas(use, world, name, options, column, servers=servers)
     assert all(value > 0 for value in found)
 

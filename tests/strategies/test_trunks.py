@@ -30,6 +30,7 @@ SLOWER: list[Case] = [
     ("local_sgd", 2, {"groups": 1, "every": 3, "outer": {"lr": 1.0, "momentum": 0.0}}),
 ]
 KINDS = ["model", "model-tied-both", "trunk", "trunk-frozen-both"]
+NIGHT = (pytest.mark.slow, pytest.mark.night)
 SLOWER_KINDS = ["model-both", "model-frozen", "model-tied", "model-adafactor", "trunk-both"]
 
 
@@ -46,7 +47,7 @@ def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 every_case = pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name_of(case), marks=[pytest.mark.slow] * (case in SLOWER))
+        pytest.param(case, id=name_of(case), marks=NIGHT * (case in SLOWER))
         for case in CASES + SLOWER
     ],
 )
@@ -87,7 +88,7 @@ def test_gradients_of_two_optimizers_are_weighed_once(replicas: Replicas, case: 
     "case",
     [
         *CASES,
-        *(pytest.param(case, id=name_of(case), marks=pytest.mark.slow) for case in SLOWER),
+        *(pytest.param(case, id=name_of(case), marks=NIGHT) for case in SLOWER),
     ],
     ids=name_of,
 )

@@ -20,9 +20,10 @@ from spartito.errors import TaskLostError, UserError
 from spartito.report.evaluations import EVALUATIONS, keep_until, with_evaluations
 from spartito.report.page import read_run
 from spartito.storage.atomic import is_whole
+from spartito.system import process_began
 from spartito.training.evaluation import Evaluation
 from spartito.training.evaluator import Evaluator
-from spartito.training.heartbeat import FILE, look, process_began
+from spartito.training.heartbeat import FILE, look
 from tests.commands import eventually
 from tests.strategies.ps_jobs import Asked
 from tests.strategies.ps_processes import job

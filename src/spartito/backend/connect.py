@@ -17,13 +17,14 @@ from spartito.backend.wire import Wire
 from spartito.cluster.endpoints import chosen_interface, port_range
 from spartito.collectives.placement import Placement
 from spartito.collectives.rendezvous import FAREWELL, TaskInfo
-from spartito.collectives.shared_memory import Cores, host_key, supported
+from spartito.collectives.shared_memory import Cores
 from spartito.collectives.store import Membership
 from spartito.collectives.torch_store import OfTorch
 from spartito.collectives.versions import Versions, check_versions
-from spartito.device import cgroup_quota
 from spartito.errors import RefusedCallError, UserError
 from spartito.names import ENV_INTERFACE
+from spartito.system import host_key, shares_memory
+from spartito.system.capacity import cgroup_quota
 from spartito.wire.addresses import DRAWN, Endpoint, is_loopback
 from spartito.wire.interfaces import ELSEWHERE, own_address
 from spartito.wire.secret import check_secrets, fingerprint, key_among, read_secret
@@ -136,7 +137,7 @@ def refuse_others(devices: Mapping[str, str]) -> None:
 
 def _met(group: Membership) -> list[TaskInfo]:
     """What the ranks of the group say of themselves."""
-    host = host_key() if supported() else group.names[group.rank]
+    host = host_key() if shares_memory() else group.names[group.rank]
     own = TaskInfo(host, Versions.own(), Cores.own(), fingerprint(read_secret()))
     text = msgspec.json.encode(own).decode()
     missing, texts = group.under("came").sign_in(group.timeout, text)

@@ -14,8 +14,8 @@ from pathlib import Path
 from spartito.chaos.schedule import KINDS
 from spartito.errors import UserError
 from spartito.launch.lines.network import Machine
-from spartito.launch.processes.reaper import die_with_parent
 from spartito.launch.processes.throttle import start_throttle
+from spartito.system import die_with_parent
 
 PAUSED = 2.0
 """Seconds that ``pause`` lets a task stand still."""

@@ -11,7 +11,6 @@ from typing import Any
 from spartito.chaos.schedule import Fault, Schedule
 from spartito.chaos.traces import Step, curve, pause_after, repeated
 from spartito.chaos.trial import Outcome
-from spartito.cluster.recovery import WAIT
 from spartito.errors import EXIT_TASK_LOST
 
 GOES_ON = frozenset({"pause", "slow", "clock", "disk", "corrupt", "nan", "loss", "partition"})
@@ -21,6 +20,8 @@ KILLS = frozenset({"kill", "term", "torn"})
 CLOSE = 0.2
 """How far the last loss may be from the one without the fault, where the order of updates differs:
 as a fraction of it."""
+REPLACED = 30.0
+"""Seconds in which a replacement of a task takes part, on a machine without other work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def promise_of(fault: Fault, setup: Setup) -> Promise:
         It.
     """
     kind, exact = fault.kind, not setup.asynchronous
-    slow = 3 * setup.limit + 10 + (WAIT if setup.recovers else 0.0)
+    slow = 3 * setup.limit + 10 + (REPLACED if setup.recovers else 0.0)
     if fault.task == "launcher":
         codes = {"kill": {-9}, "term": {143, 75}, "pause": {0}}[kind]
         return Promise(frozenset(codes), named=False, exact=exact)

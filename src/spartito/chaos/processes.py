@@ -1,4 +1,4 @@
-"""The processes of a job, as anybody can see them: in ``/proc``."""
+"""The processes of a job, as anybody can see them: Linux shows them as files."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import os
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-PROC = Path("/proc")
+from spartito.system import PROC
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ from spartito.names import (
     ENV_TIMEOUT,
     nearest,
 )
-from spartito.registry import StrategyInfo, strategy_info, strategy_names
+from spartito.registry import StrategyInfo, names_anywhere, strategy_info
 from spartito.storage.own_files import begins_with, check_own
 
 NOT_INHERITED = ("TF_CONFIG", "RANK", "WORLD_SIZE", ENV_STRATEGY, ENV_STRATEGY_OPTIONS, ENV_RUN_DIR)
@@ -401,7 +401,7 @@ def _readable(text: str) -> Iterator[Mapping[str, Any]]:
 def chosen_strategies(text: str) -> list[Declared]:
     """The strategies that ``--strategy`` names: some with commas, or all."""
     if text.strip() == "all":
-        return [Declared(name) for name in strategy_names()]
+        return [Declared(name) for name in names_anywhere()]
     return parse_all(text, "--strategy")
 
 

@@ -6,7 +6,6 @@ import ctypes
 import json
 import math
 import mmap
-import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,13 +27,14 @@ from spartito.collectives.collective import Collective
 from spartito.errors import UnwritableError, UserError
 from spartito.storage.atomic import writable, write_file_atomically
 from spartito.storage.tensors import unpack_state
+from spartito.system import affinity, large_pages
 
 Attempt = Callable[[Callable[[], str]], list[str]]
 """`Coordination.attempt`: what a function returns on every task, or one error on all."""
 
 ALIGNED = 64  # bytes: of a copy's beginning
 CHUNK = 8 << 20  # bytes that a thread copies at once
-COPYING = min(4, len(os.sched_getaffinity(0)))  # threads
+COPYING = min(4, len(affinity()))  # threads
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,7 @@ def _memory_for(keys: Sequence[tuple[str, Slot]]) -> dict[tuple[str, Slot], Tens
             f"a copy of this task's part, {starts[-1] / 2**20:.0f} MiB: {error.strerror}",
             "Save without asynchronous=True: what is there is written as it lies.",
         ) from error
-    with suppress(OSError):  # a kernel without them
-        block.madvise(mmap.MADV_HUGEPAGE)
+    large_pages(block)
     flat = torch.frombuffer(block, dtype=torch.uint8)
     return {
         (section, slot): flat[start : start + size].view(slot.dtype).view(slot.box.sizes)

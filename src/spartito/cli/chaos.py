@@ -13,6 +13,7 @@ from spartito.cli.options import Arguments, Target, number, whole, with_options,
 from spartito.errors import UserError
 from spartito.launch.job import JobSpec, Program
 from spartito.launch.processes.local import Local
+from spartito.system import check_linux
 
 OWN = ("strategy", "workers", "ps", "chief", "evaluator", "out", "data", "name", "log_dir", "yes")
 """Options of a job that the suite sets itself."""
@@ -97,6 +98,7 @@ def chaos(
 
     Example: spartito chaos mnist --strategy mirrored --workers 2 --faults kill,stop -- --epochs 3
     """
+    check_linux("spartito chaos")
     from spartito.chaos.report import write_page
     from spartito.chaos.suite import Suite, chosen_strategies, survive
 

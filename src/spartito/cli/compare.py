@@ -111,7 +111,7 @@ def compare(
     """
     from spartito.comparison.plan import ALL, ENV_THREADS, containers_for, make_plan
     from spartito.comparison.run import compare_strategies
-    from spartito.device import available_cores
+    from spartito.system.capacity import available_cores
 
     plan = make_plan(
         target,

@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from ipaddress import ip_address
-from pathlib import Path
 
 from spartito.cluster.address_list import ENV_ADDRESS
 from spartito.cluster.spec import ClusterSpec
 from spartito.errors import UserError
 from spartito.log import warn
 from spartito.names import ENV_INTERFACE, ENV_PORTS
+from spartito.system import PROC
 from spartito.wire.addresses import DRAWN, Endpoint, is_loopback, split_address
 from spartito.wire.interfaces import address_of, own_address, own_addresses
 from spartito.wire.ports import is_own
 from spartito.wire.secret import Key, insecurity, key_among
 
-SYSTEM_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""Where Linux says which ports it draws."""
+SYSTEM_RANGE = PROC / "sys/net/ipv4/ip_local_port_range"
+"""Where the kernel says which ports it draws."""
 
 
 def port_range(env: Mapping[str, str] = os.environ) -> range | None:

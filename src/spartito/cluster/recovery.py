@@ -11,8 +11,9 @@ from spartito.cluster.limits import time_limit
 from spartito.errors import UserError
 from spartito.names import ENV_RECOVERY
 
-WAIT = 30.0
-"""Seconds for a replacement, unless told otherwise."""
+WITHOUT_IT, ALL = 30.0, 300.0
+"""Seconds for a replacement, unless told otherwise: where others may go on without it, and where
+all have to be there, so that nothing is won by an earlier end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +23,14 @@ class Recovery:
     Args:
         min_workers: go on with so many tasks that train when no replacement came; None: all must
             be there again.
-        wait: seconds for a replacement.
+        wait: seconds for a replacement; None: 30 where others may go on without it, else 300.
 
     Raises:
         UserError: values that cannot be.
     """
 
     min_workers: int | None = None
-    wait: float = WAIT
+    wait: float | None = None
 
     def __post_init__(self) -> None:
         least = self.min_workers
@@ -37,7 +38,8 @@ class Recovery:
             raise UserError(f"min_workers={least!r} is not a whole number")
         if least is not None and least < 1:
             raise UserError(f"min_workers={least}", "Somebody has to go on: 1 or more.")
-        object.__setattr__(self, "wait", time_limit(self.wait, what="wait"))
+        if self.wait is not None:
+            object.__setattr__(self, "wait", time_limit(self.wait, what="wait"))
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Self | None:
@@ -68,7 +70,14 @@ class Recovery:
         return cls(**given)  # type: ignore[arg-type]
 
     @property
+    def patience(self) -> float:
+        """Seconds for a replacement."""
+        if self.wait is not None:
+            return self.wait
+        return ALL if self.min_workers is None else WITHOUT_IT
+
+    @property
     def text(self) -> str:
         """What `from_environment` reads as this value."""
         least = () if self.min_workers is None else (f"min_workers={self.min_workers}",)
-        return ",".join([*least, f"wait={self.wait:g}"])
+        return ",".join([*least, f"wait={self.patience:g}"])

@@ -7,7 +7,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from spartito.cluster import clouds, directory, file, kubernetes, mpi, slurm, tf_config, torchrun
+from spartito.cluster import (
+    clouds,
+    directory,
+    file,
+    kubernetes,
+    mpi,
+    slurm,
+    tf_config,
+    torchrun,
+    tpu,
+)
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.errors import UserError
 from spartito.registry import added_by_packages
@@ -41,8 +51,10 @@ RESOLVERS: tuple[Resolver, ...] = (
     Resolver("SkyPilot or dstack", clouds.applies, clouds.from_clouds),
     Resolver(file.VARIABLE, file.applies, file.from_file),
     Resolver(directory.VARIABLE, directory.applies, directory.from_directory, directory.own_task),
+    Resolver(tpu.SOURCE, tpu.applies, tpu.from_tpu),
 )
-"""Spartito's own, in order of precedence."""
+"""Spartito's own, in order of precedence. The last one is a property of the machine, not of a job:
+whoever says anything of a job is asked before."""
 
 GROUP = "spartito.resolvers"
 """The entry points by which packages add resolvers, asked after Spartito's own."""
@@ -134,7 +146,9 @@ def check_alone(env: Mapping[str, str], what: str) -> None:
     For a command that starts all tasks of a job, ``what`` as it is typed: each of the several
     would start a job of its own.
     """
-    if (found := joined(env)) is not None:
+    found = joined(env)
+    # Every shell of a TPU's host is one of several hosts, and that is no job yet.
+    if found is not None and found.source != tpu.SOURCE:
         raise UserError(
             f"{what}, but {found.source} says already that this is {found.task} of a job",
             "Type it once, outside of those tasks.",
@@ -164,7 +178,7 @@ def _agrees(resolver: Resolver, spec: ClusterSpec, env: Mapping[str, str]) -> bo
         other = resolver.read(env)
     except UserError:
         return False  # what is wrong in a source that nobody uses is no error
-    return other is not None and _self(other) == _self(spec)
+    return other is None or _self(other) == _self(spec)
 
 
 def _self(spec: ClusterSpec) -> tuple[object, ...]:

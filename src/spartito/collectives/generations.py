@@ -133,7 +133,7 @@ def next_generation(seen: Seen, size: int, recovery: Recovery, waited: float) ->
         return made  # nobody was lost: it lets those who came in
     least = recovery.min_workers
     is_enough = least is not None and len(people) >= least and bool(seen.side)
-    return made if is_enough and waited >= recovery.wait else None
+    return made if is_enough and waited >= recovery.patience else None
 
 
 def cluster_of(job: ClusterSpec, generation: Generation, own: Card) -> ClusterSpec:

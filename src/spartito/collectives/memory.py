@@ -22,9 +22,7 @@ Plain stores are seen in order on x86-64, so the counters need no fences there.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -34,13 +32,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spartito.collectives.alarm import Alarm
-from spartito.collectives.futex import Word
 from spartito.collectives.links import MOST_TEXT
 from spartito.collectives.lives import Lives
 from spartito.collectives.segment import Segment
 from spartito.collectives.store import Membership
 from spartito.errors import UserError
 from spartito.heartbeat import resume, waits
+from spartito.system.files import memory_folders
+from spartito.system.shared import Word, yield_core
 from spartito.waiting import Waiting
 
 Bytes = NDArray[np.uint8]
@@ -63,7 +62,6 @@ YIELD_SECONDS = 0.0002  # of offering it, before we sleep
 BUSY_SECONDS = 0.00005  # a yield that takes longer went to another process
 CHECK_SECONDS = 0.05  # how often a waiter asks whether the others are alive
 _BITS = 2**63 - 1  # of a number in a line
-DIRECTORIES = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 
 
 def bytes_of(segment: Segment) -> Bytes:
@@ -97,7 +95,8 @@ class Memory:
         alarm: What errors a wait ends with.
         beside: Bytes that the caller keeps of each rank.
         reserve: Bytes of addresses that each rank has behind it; space is taken by `claim`.
-        directories: Where the memory may be; the first with enough space is taken.
+        directories: Where the memory may be, None is `memory_folders`; the first with enough space
+            is taken.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class Memory:
         *,
         beside: int = 0,
         reserve: int = 0,
-        directories: Sequence[Path] = DIRECTORIES,
+        directories: Sequence[Path] | None = None,
     ) -> None:
         self.rank, self.size, self.names = group.rank, group.size, group.names
         self.timeout, self.patience = group.timeout, 0.0
@@ -117,7 +116,12 @@ class Memory:
         """Is told how many seconds each wait took."""
         self.step = self.met = 0
         """Of this rank; the last one at which all were seen."""
-        self._alarm, self._directories = alarm, [path for path in directories if path.is_dir()]
+        self._alarm = alarm
+        self._directories = [
+            path
+            for path in (memory_folders() if directories is None else directories)
+            if path.is_dir()
+        ]
         self._spins = SPINS if spins else 0
         self._tag = self._mark = self._calls = self._began = 0
         self._broken: BaseException | None = None
@@ -460,7 +464,4 @@ class Memory:
 
 def _pause() -> None:
     """Offer the core to other processes, and the interpreter to other threads."""
-    _yield()
-
-
-_yield = ctypes.CDLL(None).sched_yield  # as os.sched_yield, which keeps the interpreter to itself
+    yield_core()

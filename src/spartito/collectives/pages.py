@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import mmap
-import os
 
 import torch
 from torch import Tensor
 
 from spartito.collectives.segment import Segment
+from spartito.system.shared import forget_pages, page_kinds
 
 PAGE = mmap.PAGESIZE
-PAGEMAP = "/proc/self/pagemap"
 
 
 class PrivatePages:
@@ -31,17 +30,9 @@ class PrivatePages:
     def find(self) -> Tensor:
         """The numbers of the pages that are private."""
         first, count = self._seen.data_ptr() // PAGE, len(self._seen)
-        found = bytearray(count * 8)
-        try:
-            file = os.open(PAGEMAP, os.O_RDONLY)
-            try:
-                is_told = os.preadv(file, [found], first * 8) == len(found)
-            finally:
-                os.close(file)
-        except OSError:
-            is_told = False
-        self.are_told = is_told
-        if not is_told:  # a system that hides it
+        found = page_kinds(first, count)
+        self.are_told = found is not None
+        if found is None:  # a system that hides it
             return (self._seen != self._shared).any(1).nonzero()[:, 0]
         kinds = torch.frombuffer(found, dtype=torch.int64) >> 61 & 7
         has_any, is_of_a_file = kinds != 0, kinds & 1 != 0  # in memory or swapped
@@ -56,8 +47,8 @@ class PrivatePages:
 
     def forget_shared(self) -> None:
         """Let go of the shared mapping's pages, which stay in memory: they count twice here."""
-        self._segment.map.madvise(mmap.MADV_DONTNEED, self._offset, self._size)
+        forget_pages(self._segment.map, self._offset, self._size)
 
     def drop(self) -> None:
         """See the shared pages everywhere."""
-        self._segment.view.madvise(mmap.MADV_DONTNEED, self._offset, self._size)
+        forget_pages(self._segment.view, self._offset, self._size)

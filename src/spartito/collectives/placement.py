@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-PROCESS_GROUP = ("ddp", "process_group")
+from spartito.cluster.spec import ClusterSpec
+from spartito.log import note
+from spartito.system import shares_memory, why_not_shared
+
+PROCESS_GROUP = ("ddp", "fsdp", "process_group")
 """What ``communication`` may be that means torch's process groups on CPUs too."""
 
 
@@ -62,3 +66,17 @@ def calls(hosts: Sequence[str], *, group: bool, share: bool) -> set[tuple[int, i
         return {(a, b) for a in ranks for b in ranks if a != b}
     peers = Placement.of(hosts).leaders if share else tuple(ranks)
     return {(rank, 0) for rank in ranks if rank} | {(a, b) for a in peers for b in peers if a < b}
+
+
+def note_sockets(cluster: ClusterSpec) -> None:
+    """Have the chief say what it costs where tasks of this machine cannot share memory.
+
+    Args:
+        cluster: The tasks of the job.
+    """
+    if cluster.is_chief and cluster.local_size > 1 and not shares_memory():
+        note(
+            "%s: tasks exchange by sockets, which takes about ten times as long "
+            "(docs/benchmarks.md, all-reduce on one machine)",
+            why_not_shared(),
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from spartito.accelerators import HostCopy, group_backend
 from spartito.collectives.calls import encode
 from spartito.collectives.collective import (
     HALF,
@@ -32,7 +34,7 @@ from spartito.collectives.collective import (
 from spartito.collectives.liveness import GRACE, LivenessCheck
 from spartito.collectives.store import Membership
 from spartito.collectives.torch_store import for_torch
-from spartito.errors import SpartitoError, install_excepthook
+from spartito.errors import SpartitoError, UserError, install_excepthook
 from spartito.heartbeat import resume, waits
 from spartito.waiting import HalfTime, Waiting
 
@@ -79,7 +81,9 @@ def _of_some(
     return made[0]
 
 
-dist.Backend.register_backend(GLOO_AT_ADDRESS, _gloo, extended_api=True, devices="cpu")
+dist.Backend.register_backend(
+    GLOO_AT_ADDRESS, _gloo, extended_api=True, devices=dist.Backend.backend_capability["gloo"]
+)
 
 
 class ProcessGroupCollective(Collective):
@@ -100,6 +104,7 @@ class ProcessGroupCollective(Collective):
 
     process_group: dist.ProcessGroup
     """What torch's own functions take as ``group`` or ``process_group``."""
+    is_gloo: bool
 
     def __init__(
         self,
@@ -120,7 +125,10 @@ class ProcessGroupCollective(Collective):
         self._sent: dict[tuple[int, int], tuple[dist.Work, Tensor]] = {}
         limit = timedelta(seconds=group.timeout)
         options: Any = None
-        backend: str = dist.get_default_backend_for_device(device)
+        backend = group_backend(device.type)
+        if backend is None:
+            raise UserError(f"torch has no process group for {device}", "Take 'auto'.")
+        self.is_gloo = backend == "gloo"
         if backend == "gloo" and address:
             backend, options = GLOO_AT_ADDRESS, gloo_options(address, limit)
 
@@ -148,6 +156,11 @@ class ProcessGroupCollective(Collective):
         self._unverified: Scalars | None = None
         group.ask(join, group.timeout + 2 * GRACE)  # the error itself takes a while to name a task
         install_excepthook()  # torch has put its own before ours, which drops the exit code
+
+    @property
+    def device_type(self) -> str:
+        """The type of device whose tensors the backend moves: others are copied first."""
+        return self._device.type
 
     @property
     def timeout(self) -> float:
@@ -304,6 +317,25 @@ class ProcessGroupCollective(Collective):
             dist.all_gather(list(own.split(size)), total, self.process_group)
         tensor.copy_(own[: len(tensor)])
 
+    def by_torch(self, nbytes: int) -> AbstractContextManager[object]:
+        """A block in which torch itself moves so many bytes by `process_group`.
+
+        Errors in it name the task that is missing.
+
+        Args:
+            nbytes: What each task sends.
+
+        Returns:
+            The block.
+
+        Raises:
+            UserError: This task has left the others.
+        """
+        if not self._joined:
+            raise left()
+        self.traffic.moved(nbytes)
+        return self._named()
+
     def close(self) -> None:
         self._sent.clear()  # what was sent keeps connections open, which others take for alive
         if self._joined and dist.is_initialized():  # it may be another's by now
@@ -354,26 +386,16 @@ class Scalars:
         numbers = came.view(torch.float64)[:, 1 : 1 + count]
         self.sums = numbers.sum(0).unbind()
         self._count = count
-        self._host, self._event = came, None
-        if came.is_cuda:
-            self._host = torch.empty(came.shape, dtype=came.dtype, pin_memory=True)
-            self._host.copy_(came, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._host = HostCopy(came)
 
     def tags(self) -> list[int]:
         """The call in which each replica was."""
-        return [row[0] for row in self._rows().tolist()]
+        return [row[0] for row in self._host.values().tolist()]
 
     def rows(self) -> list[tuple[float, ...]]:
         """The numbers of each replica."""
-        numbers = self._rows().view(torch.float64)[:, 1 : 1 + self._count]
+        numbers = self._host.values().view(torch.float64)[:, 1 : 1 + self._count]
         return [tuple(row) for row in numbers.tolist()]
-
-    def _rows(self) -> Tensor:
-        if self._event is not None:
-            self._event.synchronize()  # of the step before: over by now
-        return self._host
 
 
 class _Named:

@@ -166,7 +166,7 @@ class Assembly:
     def _patience(self, seen: Seen, now: Generation) -> float:
         """Seconds to wait for somebody more; a newcomer waits until the members regroup."""
         if now.has(self.own) or seen.all_dead == seen.ranks:
-            return self.recovery.wait + 1.0
+            return self.recovery.patience + 1.0
         return float("inf")
 
     def _too_few(self, seen: Seen, waited: float) -> TaskLostError:

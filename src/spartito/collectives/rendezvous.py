@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -11,6 +10,7 @@ from typing import Protocol, Self
 import msgspec
 import torch
 
+from spartito.accelerators import are_shared, go_over
 from spartito.cluster.endpoints import (
     check_drawn,
     chosen_interface,
@@ -26,21 +26,31 @@ from spartito.collectives.generations import cluster_of
 from spartito.collectives.hierarchical import HierarchicalCollective
 from spartito.collectives.meeting import Meeting, meet
 from spartito.collectives.peers import check_connections
-from spartito.collectives.placement import PROCESS_GROUP, Placement
+from spartito.collectives.placement import Placement, note_sockets
 from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.collectives.regrouping import Watch
-from spartito.collectives.shared_memory import Cores, SharedMemoryCollective, host_key, supported
+from spartito.collectives.shared_memory import Cores, SharedMemoryCollective
+from spartito.collectives.staged import StagedCollective
 from spartito.collectives.store import KeyValues, Membership, lost_with, nobody, quiet_torch
 from spartito.collectives.tcp import SocketCollective
 from spartito.collectives.versions import Versions, check_versions
-from spartito.device import cgroup_quota
+from spartito.collectives.ways import (
+    THROUGH_HOST,
+    DeviceOfTask,
+    Way,
+    check_devices,
+    compared,
+    way_of,
+)
 from spartito.errors import TaskLostError, UserError
 from spartito.heartbeat import CONNECT, RECOVER, during, in_generation, keep_files
 from spartito.names import nearest
+from spartito.system import host_key, shares_memory
+from spartito.system.capacity import cgroup_quota
 from spartito.wire.interfaces import interface_of
 from spartito.wire.secret import check_secrets, fingerprint, read_secret
 
-COMMUNICATION = ("auto", "ddp", "process_group", "sockets")
+COMMUNICATION = ("auto", "ddp", "fsdp", "process_group", "sockets")
 WORLD = "world"
 """The group of all tasks that train."""
 MOST_TRIES = 10  # to go on after a loss, without a step in between
@@ -57,6 +67,7 @@ class TaskInfo(msgspec.Struct, frozen=True):
     versions: Versions
     cores: Cores = Cores((), "")
     secret: str = ""
+    device: DeviceOfTask = DeviceOfTask()
 
 
 class Closable(Protocol):
@@ -78,8 +89,10 @@ class Rendezvous:
         device: Where the tensors of the groups are.
         timeout: Seconds that a wait for another task may take; None is ``SPARTITO_TIMEOUT``.
         communication: "auto" is the fastest way: on CPUs of one machine shared memory, of several
-            machines sockets, and shared memory inside a machine with several tasks; on GPUs NCCL.
-            "sockets" leaves shared memory out. "process_group" and "ddp" are gloo on CPUs.
+            machines sockets, and shared memory inside a machine with several tasks; between
+            accelerators torch's process group for them, as NCCL. "sockets" leaves shared memory
+            out. "process_group", "ddp" and "fsdp" are gloo on CPUs. See
+            `spartito.collectives.ways`.
         host: Processes with equal texts share memory; None finds out.
         recovery: What the tasks do when one is lost; None: the job ends.
         keeper: The rank whose process keeps the store for these tasks alone, whatever the job has;
@@ -99,15 +112,13 @@ class Rendezvous:
         recovery: Recovery | None = None,
         keeper: int | None = None,
     ) -> None:
-        check_communication(communication, device)
+        check_communication(communication)
         self._job = self.cluster = cluster
-        self._device, self._recovery, self._keeper = device, recovery, keeper
+        self.device, self._recovery, self._keeper = device, recovery, keeper
         self._timeout = time_limit(timeout)
-        self._uses_process_group = device.type != "cpu" or communication in PROCESS_GROUP
-        if self._uses_process_group and cluster.world_size > 1:
+        self._communication, self._host = communication, host
+        if cluster.world_size > 1 and self._way_of([self._own_device]).group is not None:
             check_drawn()
-        self._shares_memory = communication == "auto" and device.type == "cpu"
-        self._host = host
         self._everybody = self._names = [cluster.name_of(n) for n in range(cluster.world_size)]
         self._groups: dict[str, Collective] = {}
         self._kept: list[Closable] = []
@@ -183,7 +194,7 @@ class Rendezvous:
         tasks = self._tasks
         hosts = {tasks[rank].host for rank in ranks}
         group = self._member(self._store, ranks).under(f"{name}/{ranks[0]}")
-        return group, self._shares_memory and len(hosts) == 1, self._spins
+        return group, self._way.shares_memory and len(hosts) == 1, self._spins
 
     def close(self) -> None:
         """Leave all groups. May be called again."""
@@ -310,8 +321,9 @@ class Rendezvous:
         """What the tasks say of themselves, by rank; raises on all where they do not fit."""
         world = self._member(self._store, range(len(self._names)))
         rank = self.cluster.rank
-        here = (self._host or host_key()) if supported() else f"rank {rank}"
-        own = TaskInfo(here, Versions.own(), Cores.own(), fingerprint(read_secret()))
+        here = (self._host or host_key()) if shares_memory() else f"rank {rank}"
+        secret = fingerprint(read_secret())
+        own = TaskInfo(here, Versions.own(), Cores.own(), secret, self._own_device)
         text = msgspec.json.encode(own).decode()
         missing, texts = world.under("came as").sign_in(self._timeout, text)
         if missing:
@@ -321,7 +333,12 @@ class Rendezvous:
         try:
             named = dict(zip(world.names, tasks, strict=True))
             check_versions({name: task.versions for name, task in named.items()})
-            if not self._shares_memory or len({task.host for task in tasks}) > 1:
+            check_devices({name: task.device for name, task in named.items()})
+            hosts = [task.host for task in tasks]
+            self._way = self._way_of(compared([task.device for task in tasks], hosts))
+            if self._way.shares_memory and self.generation == 0:
+                note_sockets(self.cluster)
+            if not self._way.shares_memory or len({task.host for task in tasks}) > 1:
                 check_secrets({name: task.secret for name, task in named.items()})
         except UserError:
             # The store goes with its keeper: that one leaves when all have read it.
@@ -350,11 +367,20 @@ class Rendezvous:
         tasks = self._tasks  # all come, also to a group of one
         if len(ranks) == 1:
             return IdentityCollective()
+        made = self._connected(name, ranks, tasks, beside)
+        # Of a mix those of CPUs do as the others: all are in the same calls.
+        through_host = self._way.stages or (self._way.group not in (None, "cpu") and beside)
+        return StagedCollective(made) if through_host else made
+
+    def _connected(
+        self, name: str, ranks: tuple[int, ...], tasks: Sequence[TaskInfo], beside: bool
+    ) -> Collective:
+        """The group of several tasks that moves what the way of the job can."""
         group = self._member(self._store, ranks).under(f"group/{name}/{ranks[0]}")
-        if self._uses_process_group:
+        if self._way.group is not None and not (beside and self._way.group != "cpu"):
             return self._process_group(group, name, None if name == WORLD else ranks)
         placement = Placement.of([tasks[rank].host for rank in ranks])
-        shares = self._shares_memory and not beside
+        shares = self._way.shares_memory and not beside
         if shares and len(placement.machines) == 1:
             return SharedMemoryCollective(group, self._spins)
         if shares and placement.is_layered:
@@ -391,11 +417,20 @@ class Rendezvous:
         if ranks is not None:
             self.group()  # torch makes other groups out of the one of all
         endpoint = group_endpoint(self.cluster)
-        if self._device.type == "cuda" and (interface := chosen_interface()):
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_of(interface))
-        if self._device.type == "cpu":
+        device = torch.device(self._way.group or "cpu")
+        if interface := chosen_interface():
+            go_over(device.type, interface_of(interface))
+        if device.type == "cpu":
             check_connections(group.under("ways"), endpoint, job_key(self.cluster))
-        return ProcessGroupCollective(group, self._device, endpoint.host, ranks, name)
+        return ProcessGroupCollective(group, device, endpoint.host, ranks, name)
+
+    @property
+    def _own_device(self) -> DeviceOfTask:
+        is_shared = are_shared(self.device, self.cluster.local_size)
+        return DeviceOfTask(self.device.type, is_shared, self.device.index or 0)
+
+    def _way_of(self, devices: Sequence[DeviceOfTask]) -> Way:
+        return way_of(devices, self._communication, self._recovery is not None)
 
 
 class Part:
@@ -409,6 +444,7 @@ class Part:
 
     def __init__(self, rendezvous: Rendezvous, name: str, ranks: Sequence[int]) -> None:
         self._rendezvous, self._name, self._ranks = rendezvous, name, tuple(ranks)
+        self.device = rendezvous.device
 
     def group(
         self, name: str = WORLD, ranks: Sequence[int] | None = None, *, beside: bool = False
@@ -438,14 +474,12 @@ class Part:
         return self._ranks if ranks is None else tuple(self._ranks[rank] for rank in ranks)
 
 
-def check_communication(communication: str, device: torch.device) -> None:
-    """Raise `UserError` for a way that does not exist, or not on that device."""
-    if communication not in COMMUNICATION:
+def check_communication(communication: str) -> None:
+    """Raise `UserError` for a way that does not exist."""
+    if communication not in (*COMMUNICATION, THROUGH_HOST):
         raise UserError(
             f"unknown communication {communication!r}", nearest(communication, COMMUNICATION)
         )
-    if communication == "sockets" and device.type != "cpu":
-        raise UserError(f"communication='sockets' on {device}", "Sockets are for CPUs: take auto.")
 
 
 def connect(

@@ -30,8 +30,8 @@ def check_device(tensor: Tensor) -> None:
     """Raise `RefusedCallError` for a tensor that is not in this machine's memory."""
     if tensor.device.type != "cpu":
         raise RefusedCallError(
-            f"a tensor on {tensor.device}, and the backend 'spartito' has tensors on the CPU",
-            "Move it there, or take another backend for that device, as nccl.",
+            f"a tensor on {tensor.device} goes neither by shared memory nor by sockets",
+            "Move it to the CPU, or take another backend for that device, as nccl.",
         )
 
 
@@ -52,7 +52,9 @@ def check(tensor: Tensor) -> None:
 
 
 def row_of(tensor: Tensor) -> Bytes:
-    """The bytes of a contiguous tensor, where they lie."""
+    """The bytes of a contiguous tensor, where they lie; `RefusedCallError` if on a device."""
+    if not tensor.is_cpu:
+        check_device(tensor)
     address, size = tensor.data_ptr(), tensor.numel() * tensor.itemsize
     row = _rows.get((address, size))
     if row is None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from spartito.errors import UserError
 from spartito.log import warn
+from spartito.system import reserve as claim
 
 PREFIX = "spartito-"
 _NAME = re.compile(rf"{PREFIX}[0-9a-f]{{16}}(\.\d+)?")
@@ -54,7 +55,7 @@ class Segment:
                 if error.errno not in _NO_SPACE:
                     raise
                 warn(
-                    "%s has no space for %.1f MB of shared memory: %s",
+                    "%s cannot hold %.1f MB of shared memory: %s",
                     directory, size / 1e6, error.strerror,
                 )  # fmt: skip
         raise UserError(
@@ -70,7 +71,7 @@ class Segment:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH)  # the mapping has the file open, and so the lock
-            os.posix_fallocate(fd, 0, size)
+            claim(fd, 0, size)
             if reserve:
                 os.ftruncate(fd, size + reserve)
             return cls(path, mmap.mmap(fd, size + reserve))
@@ -117,7 +118,7 @@ class Segment:
             UserError: There is no space for it.
         """
         try:
-            os.posix_fallocate(file, offset, size)
+            claim(file, offset, size)
         except OSError as error:
             raise UserError(
                 f"no space for {size / 1e6:.1f} MB of shared memory in {self.path.parent}: "

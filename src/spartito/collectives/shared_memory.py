@@ -7,8 +7,6 @@ operations go through the slots of `Memory`, as those of the `torch.distributed`
 
 from __future__ import annotations
 
-import os
-import platform
 import struct
 import weakref
 from collections.abc import Sequence
@@ -30,34 +28,20 @@ from spartito.collectives.collective import (
     Reducer,
     add_piggybacked,
 )
-from spartito.collectives.memory import DIRECTORIES, LARGE, Memory
+from spartito.collectives.memory import LARGE, Memory
 from spartito.collectives.memory_operations import SharedMemoryOperations
 from spartito.collectives.rows import row_of
 from spartito.collectives.segment import Segment
 from spartito.collectives.slices import Slices
 from spartito.collectives.store import Membership
-from spartito.device import affinity, own_cgroup
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.heartbeat import dump_stacks, last_words
+from spartito.system import affinity
+from spartito.system.capacity import own_cgroup
 
 LINE = 64  # bytes of a cache line: no two ranks write into the same one
 CELL = -(-MAX_PIGGYBACKED * 8 // LINE) * LINE  # bytes of the scalars of a rank, in each turn
 SCALARS = [struct.Struct(f"={count}d") for count in range(MAX_PIGGYBACKED + 1)]
-
-
-def supported() -> bool:
-    """Whether this machine's memory keeps the order of plain stores that the flags rely on."""
-    return platform.machine().lower() in ("x86_64", "amd64") and os.name == "posix"
-
-
-def host_key() -> str:
-    """The same text for processes that can share memory: one kernel, one /dev/shm."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{boot.read_text().strip() if boot.exists() else platform.node()}/{_shm_device()}"
-
-
-def _shm_device() -> int:
-    return os.stat("/dev/shm").st_dev if os.path.isdir("/dev/shm") else 0
 
 
 class Cores(msgspec.Struct, frozen=True):
@@ -121,14 +105,14 @@ class SharedMemoryCollective(Collective):
     Args:
         group: The tasks; their store is used while they meet.
         spins: Whether a wait looks at the memory for a while before it gives up its core.
-        directories: Where the memory may be; the first with enough space is taken.
+        directories: Where the memory may be, as of `Memory`.
     """
 
     def __init__(
         self,
         group: Membership,
         spins: bool = False,
-        directories: Sequence[Path] = DIRECTORIES,
+        directories: Sequence[Path] | None = None,
     ) -> None:
         super().__init__()
         self.rank, self.world_size, self.names = group.rank, group.size, group.names

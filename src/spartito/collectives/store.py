@@ -204,7 +204,7 @@ def quiet_torch() -> None:
     """
     if any(name in os.environ for name in TORCH_LEVEL):
         return
-    library = Path(str(torch.__file__)).parent / "lib" / "libc10.so"
+    library = next((Path(str(torch.__file__)).parent / "lib").glob("libc10.*"), "")
     with suppress(OSError, ValueError):  # another build of torch: it stays as loud as it is
         ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level").value = ERROR
 

@@ -24,6 +24,7 @@ from spartito.collectives.connections import Connections, Wanted
 from spartito.collectives.links import Views
 from spartito.collectives.liveness import LivenessCheck
 from spartito.collectives.peers import connect_all
+from spartito.collectives.rows import check_device
 from spartito.collectives.store import Membership
 from spartito.errors import MismatchedCallsError, SpartitoError, UserError
 from spartito.heartbeat import resume, waits
@@ -316,11 +317,13 @@ class SocketReducer:
 
 def _flat(tensor: Tensor) -> Tensor:
     """The values in a row: where they lie if they are one block, else a copy."""
+    check_device(tensor)
     return tensor.detach().contiguous().view(-1)
 
 
 def _memory(tensor: Tensor) -> memoryview:
     """The bytes of a flat tensor, whose storage can still be resized: NumPy would forbid that."""
+    check_device(tensor)
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     return memoryview(memory).cast("B")
 

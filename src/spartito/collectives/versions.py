@@ -5,14 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Self
 
 from msgspec import Meta
 
+from spartito import __version__
 from spartito.errors import UserError
 
-_installed = cache(version)  # reading what is installed takes milliseconds
+
+@cache
+def _installed(package: str) -> str:
+    """Its version; reading what is installed takes milliseconds."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        if package != "spartito":
+            raise
+        return __version__  # sources alone
+
+
 _SHORT = Meta(max_length=100, pattern=r"\A[\w.+!-]*\Z")
 
 

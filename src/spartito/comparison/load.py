@@ -7,11 +7,11 @@ import resource
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from spartito.device import affinity, available_cores
+from spartito.system import PROC, affinity
+from spartito.system.capacity import available_cores
 
-_STAT, _PRESSURE = Path("/proc/stat"), Path("/proc/pressure/cpu")
+_STAT, _PRESSURE = PROC / "stat", PROC / "pressure/cpu"
 _USER, _NICE, _SYSTEM, _STEAL = 0, 1, 2, 7
 """Columns of /proc/stat. Interrupts are left out: they are of whoever sends and receives."""
 
@@ -106,7 +106,7 @@ def busy_seconds(text: str, cores: Iterable[int], ticks: int) -> float:
     for core in cores:
         columns = found.get(f"cpu{core}")
         if columns is None:
-            raise ValueError(f"/proc/stat has no core {core}")
+            raise ValueError(f"the kernel counts no core {core}")
         total += sum(int(columns[one]) for one in (_USER, _NICE, _SYSTEM, _STEAL))
     return total / ticks
 
@@ -121,4 +121,4 @@ def pressure_seconds(text: str) -> float:
         if kind == "some":
             values = dict(pair.split("=", 1) for pair in pairs)
             return int(values.get("total", "")) / 1e6
-    raise ValueError("no line of /proc/pressure/cpu says 'some'")
+    raise ValueError("no line says 'some'")

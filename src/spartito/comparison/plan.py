@@ -18,7 +18,7 @@ from spartito.launch.lines.line import Link
 from spartito.launch.processes.throttle import FULL, slow_tasks
 from spartito.launch.target import check_program
 from spartito.names import ENV_EPOCHS, RECIPE_SEED, nearest
-from spartito.registry import default_name, simplest_first, strategy_info, strategy_names
+from spartito.registry import default_name, names_anywhere, simplest_first, strategy_info
 
 ALL = "all"
 SWEEPS = ("workers", "batch_size")
@@ -202,7 +202,7 @@ def make_plan(
     threads that wait for one another are another thing than processes that do.
     """
     program = _program(target, arguments)
-    chosen = _strategies(strategies, strategy_names() if known is None else known)
+    chosen = _strategies(strategies, names_anywhere() if known is None else known)
     line = None if link is None else Link.read(link)
     if line and containers:
         raise UserError(f"--link {line} is for processes", "Leave --on compose out.")

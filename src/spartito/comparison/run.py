@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import IO, Any, BinaryIO, Protocol
 
@@ -21,7 +20,6 @@ from spartito.cluster.resolver import check_alone
 from spartito.comparison.containers import ContainerRunner
 from spartito.comparison.load import load_between, read_load
 from spartito.comparison.plan import ENV_THREADS, Launch, Plan, Planned
-from spartito.device import available_cores
 from spartito.errors import UserError
 from spartito.folders import hold, release
 from spartito.launch.lines.job import machines_on
@@ -30,6 +28,8 @@ from spartito.launch.processes.pause import pausing
 from spartito.launch.processes.reaper import Reaper
 from spartito.launch.processes.roles import Roles
 from spartito.names import ENV_EPOCHS, ENV_RUN_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
+from spartito.system import PROC
+from spartito.system.capacity import available_cores
 
 NOT_INHERITED = ("TF_CONFIG", ENV_STRATEGY, ENV_STRATEGY_OPTIONS, ENV_RUN_DIR, ENV_EPOCHS)
 """Variables that say who we are and how to train: each run has its own."""
@@ -363,7 +363,7 @@ def _say(text: str) -> None:
 
 def _processor() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = (PROC / "cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -6,6 +6,7 @@ from spartito._lazy import attach as _attach
 
 if TYPE_CHECKING:
     from spartito.data.batch import Batch
+    from spartito.data.blocks.opening import packed
     from spartito.data.dataset import Dataset, arrays, as_dataset, per_worker
     from spartito.data.folders import digits, idx, image_folder
     from spartito.data.source import InputContext
@@ -28,6 +29,7 @@ __getattr__ = _attach(
         "digits": "spartito.data.folders",
         "idx": "spartito.data.folders",
         "image_folder": "spartito.data.folders",
+        "packed": "spartito.data.blocks.opening",
         "per_worker": "spartito.data.dataset",
     },
 )
@@ -46,5 +48,6 @@ __all__ = [
     "digits",
     "idx",
     "image_folder",
+    "packed",
     "per_worker",
 ]

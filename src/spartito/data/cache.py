@@ -23,9 +23,9 @@ import PIL
 from numpy.typing import NDArray
 
 from spartito.data.decode import MODES, Color, read_pixels
-from spartito.device import available_memory
 from spartito.errors import UserError
 from spartito.log import warn
+from spartito.system.capacity import available_memory
 
 Pixels = NDArray[np.uint8]
 Reader = Callable[[str], Pixels]

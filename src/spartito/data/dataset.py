@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import (
@@ -19,7 +19,14 @@ from torch.utils.data.distributed import DistributedSampler
 from spartito.data.collate import collate
 from spartito.data.memory import Arrays
 from spartito.data.order import DataShard, group_rows, part_rows, shard_rows, steps
-from spartito.data.source import BatchStream, ExampleStream, GatherSource, PerWorker, Source
+from spartito.data.source import (
+    BatchStream,
+    BlockSource,
+    ExampleStream,
+    GatherSource,
+    PerWorker,
+    Source,
+)
 from spartito.data.transforms import RandomTransform
 from spartito.errors import UserError
 
@@ -41,6 +48,7 @@ class Dataset:
         batch_size: Examples in a global batch; None before `batch`.
         drop_remainder: Whether a last batch that is smaller is left out.
         shuffled: Whether each pass has an order of its own.
+        live: Blocks among which examples are shuffled, where they lie in blocks; None: all.
         seed: What the order is drawn from; None takes the trainer's.
         repeats: Passes in an epoch; None is endless and needs ``steps_per_epoch``.
         ahead: Batches that are read ahead in the background.
@@ -63,6 +71,7 @@ class Dataset:
     batch_size: int | None = None
     drop_remainder: bool = False
     shuffled: bool = False
+    live: int | None = None
     seed: int | None = None
     repeats: int | None = 1
     ahead: int = 0
@@ -99,12 +108,18 @@ class Dataset:
             return replace(self, batch_maps=(*self.batch_maps, function))
         return replace(self, example_maps=(*self.example_maps, function))
 
-    def shuffle(self, seed: int | None = None) -> Dataset:
+    def shuffle(
+        self, seed: int | None = None, blocks: int | Literal["all"] | None = None
+    ) -> Dataset:
         """Permute all examples, anew in each pass.
 
         Args:
             seed: What the order is drawn from, with the number of the pass; None takes the
                 trainer's.
+            blocks: For examples that lie in blocks (`packed`): how many of these are in use at a
+                time. Blocks are permuted, and an example goes to a position that is drawn from a
+                stretch of so many blocks. "all" permutes everything, which keeps all blocks in
+                memory.
 
         Returns:
             A new data set.
@@ -122,7 +137,29 @@ class Dataset:
                 f"shuffle() of a {type(self.source).__name__}",
                 "A stream comes in its own order: shuffle where it is made.",
             )
-        return replace(self, shuffled=True, seed=seed)
+        return replace(self, shuffled=True, seed=seed, live=self._live(blocks))
+
+    def _live(self, blocks: int | Literal["all"] | None) -> int | None:
+        if not isinstance(self.source, BlockSource):
+            if blocks is not None:
+                raise UserError(
+                    f"shuffle(blocks={blocks!r}) of a {type(self.source).__name__}, which has no "
+                    "blocks",
+                    "Leave it out: everything is permuted.",
+                )
+            return None
+        count = len(self.source.edges) - 1
+        if blocks is None:
+            raise UserError(
+                f"shuffle() of examples that lie in {count} blocks",
+                'Say among how many an example is moved: shuffle(blocks=16). "all" permutes '
+                "everything, and keeps all blocks in memory.",
+            )
+        if blocks == "all":
+            return count
+        if not isinstance(blocks, int) or isinstance(blocks, bool) or blocks < 1:
+            raise UserError(f"shuffle(blocks={blocks!r})", 'A number of at least 1, or "all".')
+        return blocks
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
         """Group examples into global batches, of which each replica gets one data shard.

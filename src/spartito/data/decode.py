@@ -49,9 +49,16 @@ def read_pixels(path: Path | str, image_size: tuple[int, int], color: Color) -> 
 
     Raises `ImageFault`.
     """
+    return pixels_of(read_bytes(path), promised_format(path), image_size, color)
+
+
+def pixels_of(
+    data: bytes, promised: str | None, image_size: tuple[int, int], color: Color
+) -> NDArray[np.uint8]:
+    """As `read_pixels`, of the bytes of a file; ``promised`` is as for `decode`."""
     height, width = image_size
     mode = MODES[color]
-    image = decode(read_bytes(path), promised_format(path), mode, (width, height))
+    image = decode(data, promised, mode, (width, height))
     with _faults():
         image = _eight_bits(image)
         if image.mode != mode:

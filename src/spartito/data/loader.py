@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count, islice, tee
 from typing import Any, Protocol
@@ -17,8 +17,9 @@ from spartito.data.collate import count_rows, head, take, tidy
 from spartito.data.dataset import Dataset
 from spartito.data.draws import Draws
 from spartito.data.memory import Arrays
-from spartito.data.order import DataShard, permutation
-from spartito.data.passes import Passes
+from spartito.data.order import DataShard
+from spartito.data.passes import Passes, order_of
+from spartito.data.placing import HOST, Placing
 from spartito.data.prefetch import read_ahead
 from spartito.data.reading import Processes, Wanted, changed, make_reading, mapped
 from spartito.data.source import BatchStream, ExampleStream, Found, InputContext, PerWorker
@@ -44,10 +45,17 @@ class Loader:
 
     Reads the data shard ``shard`` of each global batch. ``seed`` shuffles where the data set has
     no seed of its own. `state_dict` returns the position after the last batch that was given out,
-    wherever the reading ahead is; `load_state_dict` goes there.
+    wherever the reading ahead is; `load_state_dict` goes there. Batches are made ready for where
+    they are to be placed; small ones are there already, for which one copy is enough.
     """
 
-    def __init__(self, dataset: Dataset, shard: DataShard = (0, 1), seed: int = 0) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        shard: DataShard = (0, 1),
+        seed: int = 0,
+        placing: Placing = HOST,
+    ) -> None:
         size = dataset.batch_size
         if size is not None and size < shard[1]:
             raise UserError(
@@ -62,7 +70,8 @@ class Loader:
                 "Choose a smaller batch, or keep the remainder.",
             )
         self.dataset = dataset
-        self._feed = make_feed(dataset, shard, seed)
+        self._feed = make_feed(dataset, shard, seed, placing=placing)
+        self._placing = placing
         self._pass = 0
         self._step = 0
 
@@ -115,6 +124,8 @@ class Loader:
     def rest_of_pass(self) -> Iterator[Batch]:
         """From the present position to the end of the pass, and no further."""
         tasks = self._feed.tasks(self._pass, self._step)
+        if self._placing.pins:
+            tasks = map(partial(partial, self._ready), tasks)
         batches = read_ahead(tasks, self.dataset.ahead, self.dataset.threads)
         try:
             for batch in batches:
@@ -122,6 +133,10 @@ class Loader:
                 yield batch
         finally:
             batches.close()
+
+    def _ready(self, task: Task) -> Batch:
+        batch = task()
+        return structs.replace(batch, data=self._placing.ready(batch.data))
 
 
 def used_up(dataset: Dataset) -> Iterator[Any] | None:
@@ -144,10 +159,17 @@ def examples(dataset: Dataset) -> Iterator[Any]:
                 yield changed(dataset.example_maps, example, 0, epoch, index)
 
 
-def make_feed(dataset: Dataset, shard: DataShard, seed: int, member: DataShard = (0, 1)) -> Feed:
+def make_feed(
+    dataset: Dataset,
+    shard: DataShard,
+    seed: int,
+    member: DataShard = (0, 1),
+    placing: Placing = HOST,
+) -> Feed:
     """What makes the batches of a data shard out of a data set's source.
 
-    ``member`` is the part of the shard that is read, where several read it together.
+    ``member`` is the part of the shard that is read, where several read it together; ``placing``
+    is for batches that are cheaper to move together.
     """
     if isinstance(dataset.source, PerWorker):
         return PerWorkerFeed(dataset, dataset.source, shard)
@@ -155,7 +177,7 @@ def make_feed(dataset: Dataset, shard: DataShard, seed: int, member: DataShard =
         return StreamFeed(dataset, shard, seed, member)
     if not dataset.batched:
         raise UserError("a data set without batches", "Call .batch(size) at its end.")
-    return IndexedFeed(dataset, shard, seed, None, member)
+    return IndexedFeed(dataset, shard, seed, None, member, placing)
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -188,13 +210,15 @@ class IndexedFeed:
         seed: int,
         passes: Passes | None = None,
         member: DataShard = (0, 1),
+        placing: Placing = HOST,
     ) -> None:
         """``passes`` are given where feeds read short ranges of them in turn: processes last.
 
-        ``member`` is as for `make_feed`.
+        ``member`` and ``placing`` are as for `make_feed`.
         """
         self._dataset = dataset
         self._shard, self._member = shard, member
+        self._placing = HOST if dataset.batch_maps else placing  # they get what is in memory
         self._seed = seed if dataset.seed is None else dataset.seed
         self._passes = passes or Passes(dataset, self._seed)
         self._lasting = passes is not None
@@ -224,10 +248,8 @@ class IndexedFeed:
 
     def examples(self, epoch: int) -> Iterator[Any]:
         """The examples of pass ``epoch``, one after the other."""
-        order: Sequence[int] = range(self._count)
-        if self._dataset.shuffled:
-            order = permutation(self._count, self._seed, epoch).tolist()
-        for index in order:
+        order = order_of(self._dataset, self._seed, epoch)
+        for index in range(self._count) if order is None else order.tolist():
             try:
                 example = self._reading.one(epoch, index)
             except CorruptSampleError as error:
@@ -263,7 +285,7 @@ class IndexedFeed:
             if count == 1:
                 yield partial(self._gather, first)
                 continue
-            found = self._source.gather_each([part.indices for part in group])
+            found = self._source.gather_each([part.indices for part in group], self._placing)
             for part, data in zip(group, found, strict=True):
                 yield partial(self._batch, part, data, part.offsets, part.rows)
 

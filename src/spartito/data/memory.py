@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from spartito.data.collate import leaves, rows
+from spartito.data.placing import HOST, Placing
 from spartito.errors import UserError
 
 CHUNK = 1 << 20  # bytes of small batches that are copied at once
@@ -66,8 +67,8 @@ class Arrays:
         fit = CHUNK // (self._bytes * max(1, size))
         return min(max(1, fit), MOST) if self._is_plain else 1
 
-    def gather_each(self, batches: Sequence[slice | Tensor]) -> list[Any]:
-        """As `gather` of each, with one copy for all of them.
+    def gather_each(self, batches: Sequence[slice | Tensor], placing: Placing = HOST) -> list[Any]:
+        """As `gather` of each, with one copy for all of them, and one to where they are to be.
 
         They share memory and, as ``.data`` has it, nothing else: a write into one batch is seen
         neither in another one nor by the graph of another one.
@@ -77,7 +78,7 @@ class Arrays:
         ]
         found = self.gather(torch.from_numpy(np.concatenate(numbers)))
         sizes = [*map(len, numbers)]
-        parts = [tensor.unsafe_split_with_sizes(sizes) for tensor in leaves(found)]
+        parts = [placing.move_parts(tensor, sizes) for tensor in leaves(found)]
         if isinstance(found, Tensor):
             return list(parts[0])
         if isinstance(found, tuple) and all(map(torch.is_tensor, found)):

@@ -20,6 +20,37 @@ def permutation(count: int, seed: int, epoch: int) -> Indices:
     return np.argsort(keys, kind="stable")
 
 
+def spread(edges: Indices, live: int, seed: int, epoch: int) -> tuple[Indices, Indices]:
+    """The order of examples that lie in blocks, such that few blocks are in use at a time.
+
+    Blocks are permuted. Then each example goes to a position drawn from a stretch of ``live``
+    blocks around its own, so a block is begun and ended once, with all of its examples between.
+
+    Args:
+        edges: The first example of each block, and the number of all, shape ``(blocks + 1,)``.
+        live: Blocks in use at a time; as many as there are permute everything.
+        seed: What the order is drawn from.
+        epoch: The pass.
+
+    Returns:
+        The examples in their order, ``(examples,)``, and the blocks as each is used first.
+    """
+    rows = np.diff(edges)
+    blocks = permutation(len(rows), seed, epoch)
+    half = live / 2 if live < len(rows) else len(rows)
+    middles = np.arange(len(rows)) + 0.5
+    starts = np.maximum(middles - half, 0)  # at both ends stretches are shorter
+    lengths = np.minimum(middles + half, len(rows)) - starts
+    rows = rows[blocks]
+    counter = np.array([0, 0, 1, 0], dtype=np.uint64)  # `permutation` counts in the first word
+    raw = np.random.Philox(key=_key(seed, epoch), counter=counter).random_raw(int(edges[-1]))
+    drawn = (raw >> np.uint64(11)) * 2.0**-53
+    positions = np.repeat(starts, rows) + np.repeat(lengths, rows) * drawn
+    ends = np.cumsum(rows)
+    examples = np.arange(int(edges[-1])) + np.repeat(edges[blocks] - (ends - rows), rows)
+    return examples[np.argsort(positions, kind="stable")], blocks
+
+
 def shard_rows(size: int, shard: DataShard, least: int = 1) -> range:
     """The offsets in a global batch of ``size`` that the data shard ``shard`` has.
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from spartito.data.dataset import Dataset, describe_sampler
 from spartito.data.draws import Draws
-from spartito.data.order import permutation
+from spartito.data.order import permutation, spread
+from spartito.data.source import BlockSource
 from spartito.errors import UserError
 
 
@@ -118,10 +119,26 @@ def make_pass(dataset: Dataset, seed: int, epoch: int) -> Pass:
     assert dataset.examples is not None
     assert dataset.batch_size is not None
     assert dataset.steps_per_pass is not None
-    order = None
-    if dataset.shuffled:
-        order = torch.from_numpy(permutation(dataset.examples, seed, epoch))
+    order = order_of(dataset, seed, epoch)
     return EvenPass(dataset.examples, dataset.batch_size, dataset.steps_per_pass, order)
+
+
+def order_of(dataset: Dataset, seed: int, epoch: int) -> Tensor | None:
+    """The examples of pass ``epoch`` in their order, ``(examples,)``; None: as they lie.
+
+    A source of blocks hears in which order these will be used.
+    """
+    source = dataset.source
+    if not isinstance(source, BlockSource):
+        assert dataset.examples is not None
+        found = permutation(dataset.examples, seed, epoch) if dataset.shuffled else None
+        return None if found is None else torch.from_numpy(found)
+    if not dataset.shuffled or dataset.live is None:
+        source.expect(range(len(source.edges) - 1), 1)
+        return None
+    examples, blocks = spread(source.edges, dataset.live, seed, epoch)
+    source.expect(blocks.tolist(), dataset.live)
+    return torch.from_numpy(examples)
 
 
 def draw(batch_sampler: Iterable[Sequence[int]], seed: int, epoch: int) -> list[Tensor]:

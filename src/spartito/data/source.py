@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from spartito.data.order import DataShard
+from spartito.data.order import DataShard, Indices
 
 
 @runtime_checkable
@@ -53,6 +53,20 @@ class BatchSource(ABC):
     @abstractmethod
     def read_batch(self, indices: Sequence[int]) -> Found:
         """What single reading and `collate` would make of ``indices``, without the corrupt."""
+
+
+@runtime_checkable
+class BlockSource(Source, Protocol):
+    """Examples in blocks, each of which is cheap to read as a whole, and dear in parts."""
+
+    @property
+    def edges(self) -> Indices:
+        """The first example of each block, and the number of all: int64 ``(blocks + 1,)``."""
+        ...
+
+    def expect(self, blocks: Sequence[int], live: int) -> None:
+        """Hear in which order blocks will be used, and how many of them at a time."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spartito.accelerators import exact
 from spartito.errors import UserError
 
 Node = Any
@@ -237,11 +238,11 @@ def masks(node: Node) -> Iterator[tuple[Tensor, Tensor]]:
         kind, mask = kind_of(node), factor(node)
         if mask is not None:
             if mask.dim():
-                yield mask, mask.sum(dtype=torch.float64)
+                yield mask, mask.sum(dtype=exact(mask))
                 shape = shape_of(node)
                 if whole is not None or mask.shape != shape:
                     whole = mask if whole is None else whole * mask
-                    yield whole, whole.expand(shape).sum(dtype=torch.float64)
+                    yield whole, whole.expand(shape).sum(dtype=exact(whole))
                 whole = mask if whole is None else whole
         elif kind == "MaskedFillBackward0":
             yield node._saved_mask, (~node._saved_mask).sum()

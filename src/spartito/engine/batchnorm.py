@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from spartito.accelerators import generator_states, set_generator_states
 from spartito.collectives.collective import Collective
 from spartito.engine.step_context import StepContext, current
 from spartito.errors import UserError
@@ -170,12 +171,12 @@ class SynchronizedCalls(SynchronizedForward):
         rows = input.shape[0] * context.global_size // len(context.offsets)
         whole = input[:1].expand(rows, *input.shape[1:])
         before = [(each, each.clone()) for each in self.buffers(recurse=False)]
-        drawn = torch.get_rng_state()
+        drawn = generator_states(input.device)
         try:
             with _SynchronizedFunctions(self, whole, context, is_trial=True):
                 super(SynchronizedForward, self).forward(whole, *args, **kwargs)  # type: ignore[misc]
         finally:
-            torch.set_rng_state(drawn)
+            set_generator_states(input.device, drawn)
             for buffer, value in before:
                 buffer.copy_(value)
 

@@ -12,9 +12,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from spartito.accelerators import rounding_id
 from spartito.collectives.collective import Collective
 from spartito.engine.batchnorm import SynchronizedForward, takes_statistics
-from spartito.engine.checksum import checksum, different, drifted, moments, outliers, rounding_id
+from spartito.engine.checksum import checksum, different, drifted, moments, outliers
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 MOST = 5

@@ -26,14 +26,6 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     return found
 
 
-def rounding_id(device: torch.device) -> int:
-    """A number that devices share which round alike, so that their replicas stay equal in bits."""
-    if device.type == "cuda":
-        return crc32(torch.cuda.get_device_name(device).encode())
-    # A kernel's loop over the rest of a thread's part rounds differently from its vector loop.
-    return crc32(f"{torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}".encode())
-
-
 def moments(tensors: Iterable[Tensor]) -> tuple[float, float]:
     """The sum and the norm of all values: both are alike where the values are."""
     sums = [(float(t.detach().double().sum()), float(t.detach().double().norm())) for t in tensors]
@@ -62,6 +54,12 @@ def different(group: Collective, ranks: Sequence[int], what: str, do: str) -> Dr
     rest = " and ".join(name for rank, name in enumerate(group.names) if rank not in ranks)
     return DriftedError(f"the replicas have drifted apart: {odd} {what} {rest}", do)
 
+
+OTHERS_LEARN = (
+    "has other parameters that learn than",
+    "Freeze and unfreeze the same ones on every replica.",
+)
+"""What `different` says where others were frozen."""
 
 OTHER_VALUES = (
     "has other parameters than",

@@ -114,7 +114,7 @@ class TopK:
     def unpack(self, packed: Tensor, numel: int) -> Tensor:
         """0 where nothing was kept."""
         indices, kept = packed.chunk(2)
-        rows = torch.zeros(-(-numel // self.block), self.block, dtype=torch.float32)
+        rows = packed.new_zeros(-(-numel // self.block), self.block, dtype=torch.float32)
         where = indices.view(torch.int16).long().view(-1, self._kept)
         rows.scatter_(1, where, kept.view(torch.bfloat16).float().view(-1, self._kept))
         return rows.view(-1)[:numel]

@@ -20,17 +20,13 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from spartito.accelerators import SideStream, kind_of
 from spartito.collectives.collective import Piggybacked, add_piggybacked
 from spartito.collectives.process_group import ProcessGroupCollective, Scalars
 from spartito.engine.compression import Compression, Whole
 from spartito.engine.gradient_edits import rewriting
-from spartito.engine.gradients import (
-    Number,
-    PackedGradients,
-    different_batches,
-    quotient,
-    scale_gradients,
-)
+from spartito.engine.gradients import PackedGradients, different_batches, quotient, scale_gradients
+from spartito.engine.host_reads import Number
 from spartito.engine.optimizers import Wrapper
 from spartito.errors import UserError
 
@@ -41,26 +37,18 @@ _SETTLED = 3
 class _Summing:
     """Sums flat gradients over ``group``, as ``compression`` sends them.
 
-    On a GPU that runs on a stream of its own, beside the rest of backward.
+    Where a device has streams it runs on one of its own, beside the rest of backward.
     """
 
     def __init__(self, compression: Compression, group: ProcessGroupCollective) -> None:
         self._compression, self._group = compression, group
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._side = SideStream()
 
     def begin(self, bucket: GradBucket) -> Future[Tensor]:
         """The mean, which DDP's backward passes want of each bucket that is complete."""
-        flat = bucket.buffer()
-        if not flat.is_cuda:
-            done: Future[Tensor] = Future()
-            self._average(bucket, done)
-            return done
-        if flat.device not in self._streams:
-            self._streams[flat.device] = torch.cuda.Stream(flat.device)
-        stream = self._streams[flat.device]
-        stream.wait_stream(torch.cuda.current_stream(flat.device))
-        with torch.cuda.stream(stream):
-            done = Future(devices=[flat.device])
+        device = bucket.buffer().device
+        done: Future[Tensor] = Future(devices=[device] if kind_of(device).has_streams else None)
+        with self._side.beside(device):
             self._average(bucket, done)
         return done
 
@@ -202,7 +190,7 @@ class OverlappedGradients(PackedGradients):
     def begin(self, loss_divisor: float) -> float:
         """As `Gradients.begin`; backward begins once all replicas are about to."""
         found = super().begin(loss_divisor)
-        if self._model.averaged and not self.parameters[0].is_cuda:
+        if self._model.averaged and self._collective.is_gloo:
             self._collective.barrier()  # gloo would wait there for one that is at another call
         return found
 

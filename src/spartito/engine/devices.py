@@ -5,48 +5,61 @@ from __future__ import annotations
 import os
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
+from spartito.accelerators import own_device
 from spartito.cluster.spec import ClusterSpec
-from spartito.device import available_cores
-from spartito.errors import UserError
+from spartito.engine.optimizers import move_state
+from spartito.system.capacity import available_cores
 
 
 def choose_device(name: torch.device | str | None, cluster: ClusterSpec) -> torch.device:
     """The device that a user named, or this process's own.
 
     Args:
-        name: As torch takes it; None is this process's own GPU, else the CPU.
+        name: As torch takes it; None is this task's own accelerator, else the CPU. Parameter
+            servers compute on CPUs.
         cluster: The tasks of the job.
 
     Returns:
         The device.
 
     Raises:
-        UserError: If torch knows no such device.
+        UserError: If torch knows no such device, or this machine has too few.
     """
-    if name is None and torch.cuda.is_available():
-        return torch.device("cuda", cluster.local_rank % torch.cuda.device_count())
-    try:
-        return torch.device("cpu" if name is None else name)
-    except (RuntimeError, TypeError) as error:
-        raise UserError(f"device={name!r} is none of torch's", "As 'cpu' or 'cuda:0'.") from error
+    computes = cluster.task.type != "ps"
+    return own_device(name, *_among_those_here(cluster), computes=computes)
+
+
+def _among_those_here(cluster: ClusterSpec) -> tuple[int, int]:
+    """Which one this task is of those that train on its machine, and how many these are.
+
+    A chief that hands out work evaluates alone: it uses the first one's device.
+    """
+    hands_out = "chief" in cluster.addresses and bool(cluster.addresses.get("ps"))
+    if hands_out and cluster.task.type == "chief":
+        return 0, 1
+    beside = hands_out and cluster.rank == cluster.local_rank  # on the machine of rank 0
+    return cluster.local_rank - beside, cluster.local_size - beside
 
 
 def move(model: nn.Module, device: torch.device, optimizer: object = None) -> None:
     """Have a model on a device, with its optimizer.
 
     On some devices torch makes new parameters of a model that it moves, apart for each module that
-    shares one: they are shared again, and the optimizer gets them.
+    shares one: they are shared again, have the hooks, and the optimizer gets them.
 
     Args:
-        model: The user's.
+        model: The user's; what has no values yet stays.
         device: Where it is to compute.
         optimizer: Of its parameters, if there is one already.
     """
     before = list(model.named_parameters(remove_duplicate=False))
-    model.to(device)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    else:
+        model.to(device)
     moved: dict[int, nn.Parameter] = {}
     for name, old in before:
         path, _, own = name.rpartition(".")
@@ -54,20 +67,23 @@ def move(model: nn.Module, device: torch.device, optimizer: object = None) -> No
         new = parameters[own]
         if isinstance(new, nn.Parameter) and new is not old:
             parameters[own] = moved.setdefault(id(old), new)
-    if not moved:
-        return
-    for module in model.modules():
+            _hand_over(old, parameters[own])
+    for module in model.modules() if moved else ():
         if isinstance(module, nn.RNNBase):  # it has a list of them too
             module._init_flat_weights()
     if isinstance(optimizer, Optimizer):
         for group in optimizer.param_groups:
             group["params"] = [moved.get(id(p), p) for p in group["params"]]
-        for known in [p for p in optimizer.state if id(p) in moved]:
-            state = optimizer.state.pop(known)
-            optimizer.state[moved[id(known)]] = {
-                key: value.to(device) if isinstance(value, Tensor) and value.dim() else value
-                for key, value in state.items()
-            }
+        for known in list(optimizer.state):
+            optimizer.state[moved.get(id(known), known)] = optimizer.state.pop(known)
+        move_state(optimizer)
+
+
+def _hand_over(old: nn.Parameter, new: nn.Parameter | None) -> None:
+    """Give a parameter the hooks of the one before, by the handles that the user has."""
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(old, hooks, None):
+            setattr(new, hooks, getattr(old, hooks))
 
 
 def divide_cores(cluster: ClusterSpec) -> None:

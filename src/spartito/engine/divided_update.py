@@ -9,7 +9,8 @@ sum that only others read, and the state of an element exists once.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,7 +21,8 @@ from spartito.collectives.calls import encode
 from spartito.collectives.collective import Collective, Piggybacked
 from spartito.collectives.shared_memory import LINE, SharedMemoryCollective
 from spartito.engine.compression import Compression
-from spartito.engine.gradients import Number, PackedGradients
+from spartito.engine.gradients import PackedGradients
+from spartito.engine.host_reads import Number
 
 ELEMENTWISE = {
     optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam,
@@ -157,11 +159,22 @@ class DividedUpdates(PackedGradients):
 
 
 class DividedGradients(DividedUpdates):
-    """Those of replicas whose parameters lie in memory that they share."""
+    """Those of replicas whose parameters lie in memory that they share.
 
-    def __init__(self, optimizer: Optimizer, collective: SharedMemoryCollective) -> None:
-        self._shared = collective
-        super().__init__(optimizer, collective)
+    ``homes`` has the values there of parameters that lie elsewhere, on devices, by their ids: these
+    are updated, and the optimizer's state is there too. ``replicas`` is the group for tensors of
+    those devices.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        collective: SharedMemoryCollective,
+        homes: Mapping[int, Tensor] = MappingProxyType({}),
+        replicas: Collective | None = None,
+    ) -> None:
+        self._shared, self._homes = collective, homes
+        super().__init__(optimizer, replicas or collective)
 
     def _plan(self) -> None:
         for learns in (True, False):
@@ -172,7 +185,7 @@ class DividedGradients(DividedUpdates):
         self.adopt()
 
     def _pack(self, parameters: list[nn.Parameter]) -> _DividedPack:
-        made = _DividedPack(parameters, self._shared, self.spans)
+        made = _DividedPack(parameters, self._shared, self.spans, self._homes)
         self._parts |= {id(part.whole): part for part in made.parts}
         return made
 
@@ -194,10 +207,10 @@ class DividedGradients(DividedUpdates):
 class _Part:
     """This replica's elements of a parameter, as one that an optimizer can have."""
 
-    def __init__(self, whole: nn.Parameter, span: Span, total: Tensor) -> None:
+    def __init__(self, whole: nn.Parameter, span: Span, total: Tensor, home: Tensor) -> None:
         self.whole, self.span, self.sum = whole, span, total
         self.is_all = span.stop - span.start == whole.numel()
-        self.own = nn.Parameter(self.view(whole.detach()))
+        self.own = nn.Parameter(self.view(home))
         self.state: dict[str, Any] | None = None
 
     def view(self, tensor: Tensor) -> Tensor:
@@ -208,8 +221,11 @@ class _Part:
 
     def cut(self, value: Any) -> Any:
         """These elements of an optimizer's value of the whole parameter; any other as it is."""
-        whole = isinstance(value, Tensor) and value.dim() and value.shape == self.whole.shape
-        return self.view(value).clone() if whole and not self.is_all else value
+        if not isinstance(value, Tensor):
+            return value
+        whole = value.dim() and value.shape == self.whole.shape
+        found = self.view(value).clone() if whole and not self.is_all else value
+        return found.to(self.own.device)
 
 
 class _DividedPack:
@@ -220,6 +236,7 @@ class _DividedPack:
         parameters: list[nn.Parameter],
         shared: SharedMemoryCollective,
         spans: dict[int, list[Span]],
+        homes: Mapping[int, Tensor],
     ) -> None:
         self.parameters, self._shared = parameters, shared
         dtype, rank = parameters[0].dtype, shared.rank
@@ -248,7 +265,8 @@ class _DividedPack:
                     shown = [_shaped(tensor, parameter) for tensor in shown]
                 for tensors, tensor in zip(self._come, shown, strict=True):
                     tensors.append(tensor)
-                self.parts.append(_Part(parameter, mine, shown[0]))
+                home = homes.get(id(parameter), parameter.detach())
+                self.parts.append(_Part(parameter, mine, shown[0], home))
                 done += mine.stop - mine.start
             first += count
         self._sums = self._come[0]
@@ -286,7 +304,7 @@ class _DividedPack:
         for part in self.parts:
             if part.whole.grad is not None:
                 sums.append(part.sum)
-                own.append(part.view(part.whole.grad))
+                own.append(part.view(part.whole.grad).to(part.sum.device))
         first = max(self._shared.rank, 1)
         for other in self._come[1:first] if self._sums else ():
             torch._foreach_add_(self._sums, other)

@@ -56,7 +56,10 @@ class Counts:
         self._are_plain = True
 
     def up(self, steps: list[Tensor]) -> None:
-        """Add 1 to each of ``steps``, tensors of one element."""
+        """Add 1 to each of ``steps``, tensors of one element on one device."""
+        if steps and not steps[0].is_cpu:
+            torch._foreach_add_(steps, 1)
+            return
         addresses = [step.data_ptr() for step in steps]
         if addresses != self._addresses or not _same(steps, self._steps):
             self._look(steps, addresses)
@@ -234,10 +237,10 @@ def has_hooks(optimizer: Optimizer) -> bool:
 
 
 def alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether a kernel takes these together: ordinary ones in the host's memory, of one dtype."""
+    """Whether a kernel takes these together: ordinary ones of one dtype on one device."""
     return (
         len({tensor.dtype for tensor in tensors}) < 2
-        and {tensor.is_cpu for tensor in tensors} <= {True}
+        and len({tensor.device for tensor in tensors}) < 2
         and {*map(type, tensors)} <= _ORDINARY
     )
 
@@ -304,7 +307,8 @@ def _gather(
     except KeyError:  # the first step makes the state
         return None
     every = [*parameters, *grads, *(tensor for row in lists for tensor in row)]
-    return (parameters, grads, lists, steps) if alike(every) else None
+    is_counted_there = {step.device for step in steps} <= {p.device for p in parameters}
+    return (parameters, grads, lists, steps) if is_counted_there and alike(every) else None
 
 
 def _is_plain_adam(group: Group) -> bool:

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito.accelerators import wide
 from spartito.collectives.collective import Collective, Piggybacked, Reducer
 from spartito.engine.compression import CompressedReducer, Compression, Whole
 from spartito.engine.fused_update import is_bare
+from spartito.engine.host_reads import Number
 from spartito.engine.optimizers import optimizer_parameters
 from spartito.errors import UserError
-
-Number = float | Tensor
-"""A number that the host knows, or a 0-d tensor on the device that nobody waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,13 +251,14 @@ class LocalGradients(Gradients):
     def clip(self, norm: float, total: Tensor) -> None:
         grads = [p.grad for p in self.parameters if p.grad is not None]
         if grads:  # in place, as torch does: nobody else reads them
-            torch._foreach_mul_(grads, torch.clamp(norm / (total + 1e-6), max=1.0))
+            factor = torch.clamp(norm / (total + 1e-6), max=1.0)
+            torch._foreach_mul_(grads, factor.to(grads[0].device))  # a norm may come by the host
 
 
 def quotient(loss_divisor: float, weight: Number) -> Number:
     """What makes the mean of gradients that were divided by ``loss_divisor``; 0 for no weight."""
     if isinstance(weight, Tensor):
-        return (loss_divisor / weight.double()).nan_to_num(posinf=0.0)
+        return (loss_divisor / wide(weight)).nan_to_num(posinf=0.0)
     return loss_divisor / weight if weight else 0.0
 
 

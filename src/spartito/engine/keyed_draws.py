@@ -122,10 +122,11 @@ def random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], draw: _Draw
         drawn = draw(func, tuple(chance.shape), torch.float32, _uniform)
         hit = drawn.to(chance.device) < chance
         return hit.to(first.dtype) if func is aten.bernoulli.default else first.copy_(hit)
-    if func is aten.native_dropout.default:
-        kept = draw(func, tuple(first.shape), torch.float32, _uniform) < 1 - args[1]
-        mask = kept.to(first.device)
-        return first * mask * (1 / (1 - args[1]) if args[1] < 1 else 0.0), mask
+    if func is aten.native_dropout.default:  # of accelerators: as dropout on a CPU, bit by bit
+        keep, one = 1 - args[1], aten.bernoulli_.float
+        fill = lambda made, by: one(made, keep, generator=by)  # noqa: E731
+        noise = draw(one, tuple(first.shape), first.dtype, fill).to(first.device)
+        return first * (noise / keep), noise.bool()
     if func in (aten.rrelu_with_noise.default, aten.rrelu_with_noise_.default):
         _, noise, *bounds = args
         low, high = (*bounds, 0.125, 1 / 3)[:2] if len(bounds) < 2 else bounds[:2]

@@ -13,8 +13,11 @@ from msgspec import structs
 from torch import Tensor, nn
 from torch.nn import functional
 
+from spartito.accelerators import exact
 from spartito.data.batch import Batch
 from spartito.data.collate import leaves, rows
+from spartito.data.placing import known_to_host
+from spartito.engine.host_reads import kept_on_host
 from spartito.engine.loss_graph import BeginAtLosses
 from spartito.engine.loss_means import divisor
 from spartito.errors import UserError
@@ -45,14 +48,15 @@ class WeightedLoss(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> float | Tensor:
-        """The sum over the examples here in fp64: a number where the host has all of it.
+        """The sum over the examples here in fp64 (`wide`): a number where the host has all of it.
 
         Else it is a 0-d tensor on the device. In the host's memory to look waits for nothing.
         """
         if not self.counts:
             return 0.0
         if not self.value.is_cpu or isinstance(self.weight, Tensor):
-            return self.value.detach().double() * self.scale
+            scale = torch.from_numpy(np.array(self.scale)).to(exact(self.value))
+            return self.value.detach() * scale  # which is as wide
         number: Any = self.value.tolist()
         return float(number) * self.scale
 
@@ -305,19 +309,26 @@ _FEW = 256
 """Values that are looked at sooner in a list than numpy has begun: 2 instead of 8 us in a step."""
 
 
-def _class_weight(loss: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor) -> int | Tensor:
+def _class_weight(loss: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor) -> int | float | Tensor:
     """The sum of the weights of the targets that are not to be ignored.
 
-    Targets in the host's memory came from the data: to look at them there waits for nothing.
+    Targets came from the host's memory: to look at them there waits for nothing.
     """
-    ignored = loss.ignore_index
-    if loss.weight is None and target.is_cpu:
-        return count_kept(target, ignored)
+    ignored, weights, known = loss.ignore_index, loss.weight, known_to_host(target)
+    if weights is None:
+        if known is not None:
+            return count_kept(known, ignored)
+        return torch.ne(target.long(), ignored).count_nonzero()
+    if known is None:
+        return _sum_of_weights(weights, target, ignored)
+    total: float = _sum_of_weights(kept_on_host(weights), known, ignored).item()
+    return total
+
+
+def _sum_of_weights(weights: Tensor, target: Tensor, ignored: int) -> Tensor:
     labels = target.long()  # of bytes, -100 would be 156, and an index a mask
     counted = torch.ne(labels, ignored)
-    if loss.weight is None:
-        return counted.count_nonzero()
-    return (loss.weight[labels.masked_fill(~counted, 0)] * counted).sum()
+    return (weights[labels.masked_fill(~counted, 0)] * counted).sum()
 
 
 _CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)

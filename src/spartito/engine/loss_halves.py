@@ -13,6 +13,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from spartito.accelerators import generator_states, set_generator_states
 from spartito.data.batch import Batch
 from spartito.engine.loss import LossFunction, WeightedLoss, look, mapped, of_torch
 from spartito.engine.loss_means import ADVICE, COMPARES
@@ -72,7 +73,8 @@ def compare_halves(
     size, middle = batch.size, batch.size // 2
     if not middle or not found.counts:
         return None
-    state = torch.get_rng_state()
+    device = found.value.device
+    states = generator_states(device)
     try:
         parts = [
             _part(_copied(loss), output, batch, begin, end)
@@ -83,7 +85,7 @@ def compare_halves(
     except Exception:
         return None  # what a user's function says of a part is not about the whole
     finally:
-        torch.set_rng_state(state)
+        set_generator_states(device, states)
     again, *halves = parts
     tolerance = _TOLERANCE.get(found.value.dtype, _LOW_PRECISION)
     if not _make(found, [again], tolerance):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Adam, Adamax, NAdam, Optimizer, RAdam
 
-from spartito.device import anonymous_memory, memory_limit
 from spartito.errors import UserError
+from spartito.system import anonymous_memory
+from spartito.system.capacity import memory_limit
 
 MIB = 1 << 20
 
@@ -52,13 +52,3 @@ def state_copies(optimizer: Optimizer) -> int:
     if isinstance(optimizer, SGD):
         return int(any(group["momentum"] for group in optimizer.param_groups))
     return 0
-
-
-def give_back_memory() -> None:
-    """What was freed goes back to the system; glibc keeps it, and `spartito run` has it keep more.
-
-    Measured on 50 million parameters: 0.76 times mirrored's memory instead of 0.85.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # musl has none
-        libc.malloc_trim(0)

@@ -24,6 +24,8 @@ from spartito.engine.value_recipes import (
 from spartito.errors import UserError
 from spartito.log import warn
 
+CPU = torch.device("cpu")
+
 
 def is_unmade(model: nn.Module) -> bool:
     """Whether some of a model's tensors have no values.
@@ -99,15 +101,16 @@ def make(tensor: Tensor, value: Tensor) -> None:
     torch.utils.swap_tensors(tensor, made)
 
 
-def make_buffers(model: nn.Module) -> None:
+def make_buffers(model: nn.Module, device: torch.device = CPU) -> None:
     """Give a model's buffers their values, whole.
 
     Args:
         model: One of which `plan_values` knows all.
+        device: Where they are to be.
     """
     for buffer in model.buffers():
         if buffer.is_meta:
-            make(buffer, value_of(buffer))
+            make(buffer, value_of(buffer).to(device))
 
 
 def make_parameters(
@@ -115,6 +118,7 @@ def make_parameters(
     named: Iterable[tuple[str, nn.Parameter]],
     group: Collective,
     keeps: Callable[[str], bool] = lambda name: True,
+    device: torch.device = CPU,
 ) -> None:
     """Give parameters without values those that the first task of a group has, one at a time.
 
@@ -123,6 +127,7 @@ def make_parameters(
         named: All that were planned, by name; those with values stay as they are.
         group: The tasks; all call it.
         keeps: Whether this task wants a parameter.
+        device: Where they are to be.
     """
     named = list(named)
     with making(model, (parameter for _, parameter in named)):
@@ -130,7 +135,7 @@ def make_parameters(
             if parameter.is_meta:
                 value = told(group, parameter)
                 if keeps(name):
-                    make(parameter, value)
+                    make(parameter, value.to(device))
 
 
 def told(group: Collective, tensor: Tensor) -> Tensor:

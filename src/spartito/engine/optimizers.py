@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, SGD, Optimizer
 
+from spartito.accelerators import kind_of
 from spartito.engine.fused_update import OurHook
 from spartito.errors import UserError
 from spartito.log import warn
@@ -192,12 +193,11 @@ def fuse(optimizer: Optimizer, model: nn.Module) -> None:
             and not group.get("foreach")
             and not group.get("differentiable")
             and not group.get("dampening")
-            and all(
-                p.device.type in ("cpu", "cuda", "meta") and p.is_floating_point() for p in tensors
-            )
+            and all(kind_of(p.device).fuses and p.is_floating_point() for p in tensors)
         ):
             group["fused"] = True
             group["foreach"] = False
+            move_state(optimizer)
             if isinstance(optimizer, SGD) and not hasattr(optimizer, _FILLS):
                 setattr(optimizer, _FILLS, optimizer.register_step_pre_hook(fill_momentum))
 
@@ -285,12 +285,33 @@ def load_named_state(model: nn.Module, optimizer: Optimizer, saved: dict[str, An
         # How the update is computed belongs to this machine, the numbers to the checkpoint.
         group.update({k: v for k, v in old.items() if k not in ("params", "fused", "foreach")})
     optimizer.state.clear()
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for name, values in saved["state"].items():
         parameter = parameters[name]
+        group = group_of.get(id(parameter), {})
         optimizer.state[parameter] = {
-            key: _like(value, parameter) if isinstance(value, torch.Tensor) else value
+            key: _like(value, parameter, counter_device(group, key, parameter))
+            if isinstance(value, torch.Tensor)
+            else value
             for key, value in values.items()
         }
+
+
+def move_state(optimizer: Optimizer) -> None:
+    """Have the state of each parameter where torch's update reads it."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state: dict[str, Any] = optimizer.state.get(parameter, {})
+            for key, value in list(state.items()):
+                if isinstance(value, Tensor):
+                    state[key] = value.to(counter_device(group, key, parameter))
+
+
+def counter_device(group: Mapping[str, Any], key: str, parameter: Tensor) -> torch.device:
+    """Where torch's optimizers have a number of a parameter's state: a count of steps is on the
+    host, unless the update itself counts."""
+    counts_there = group.get("fused") or group.get("capturable")
+    return torch.device("cpu") if key == "step" and not counts_there else parameter.device
 
 
 def _check_class(optimizer: Optimizer, saved: str | None) -> None:
@@ -306,9 +327,9 @@ def _check_class(optimizer: Optimizer, saved: str | None) -> None:
         )
 
 
-def _like(value: Tensor, parameter: Tensor) -> Tensor:
+def _like(value: Tensor, parameter: Tensor, device: torch.device) -> Tensor:
     if value.dim() == 0:  # a step counter: keeps its own dtype
-        return value.clone()
+        return value.to(device, copy=True)
     made = torch.empty_like(parameter.detach()) if value.shape == parameter.shape else None
     if made is None:  # a shape of the optimizer's own
         return value.to(device=parameter.device, dtype=parameter.dtype).clone()

@@ -21,17 +21,17 @@ from spartito.names import PRECISIONS, nearest
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def choose_precision(wanted: str, device: torch.device) -> str:
+def choose_precision(wanted: str, device: torch.device, computes: bool = True) -> str:
     """Return "fp32" (the model's own dtype), "bf16", "bf16-true" or "fp16" for ``wanted``.
 
     Lightning's names mean the same. On a CPU whose instructions know no bf16, torch computes it
     step by step: a convolutional network took 20 times as long as in fp32. There "bf16" becomes
-    "fp32", with a warning.
+    "fp32", with a warning, unless this task computes nothing.
     """
     if wanted not in PRECISIONS:
         raise UserError(f"unknown precision {wanted!r}", nearest(wanted, PRECISIONS))
     chosen = PRECISIONS[wanted]
-    if chosen == "bf16" and device.type == "cpu" and not _cpu_knows_bf16():
+    if computes and chosen == "bf16" and device.type == "cpu" and not _cpu_knows_bf16():
         warn("this CPU has no bf16 instructions: computing in fp32, which is much faster here")
         return "fp32"
     return chosen

@@ -313,7 +313,7 @@ def _shrunk(inputs: Any, size: int, count: int) -> Any:
 
     def cut(value: Any) -> Any:
         if isinstance(value, Tensor) and value.dim() and value.shape[0] == size:
-            return value.detach()[torch.arange(count) % size]
+            return value.detach()[torch.arange(count, device=value.device) % size]
         return value
 
     leaves = tree_leaves(inputs)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from spartito.accelerators import random_states, set_random_states
 from spartito.errors import UserError
 
 
@@ -38,13 +39,16 @@ def seed_everything(seed: int, workers: bool = False) -> int:
 
 
 def random_state() -> str:
-    """Where the generators of `random`, numpy and torch (also on this task's GPU) are, as text."""
+    """Where the generators of `random`, numpy and torch (also on its accelerators) are, as text."""
     version, words, gauss = random.getstate()
     bits = dict(np.random.get_state(legacy=False))
     return json.dumps(
         {
             "torch": _text(torch.get_rng_state().numpy()),
-            "cuda": [_text(state.numpy()) for state in _cuda_states()],
+            "accelerator": {
+                kind: [_text(state.numpy()) for state in states]
+                for kind, states in random_states().items()
+            },
             "python": [version, _text(np.array(words, np.uint32)), gauss],
             "numpy": {**bits, "state": {k: _text(v) for k, v in bits["state"].items()}},
         }
@@ -52,7 +56,7 @@ def random_state() -> str:
 
 
 def set_random_state(text: str) -> None:
-    """Put them where `random_state` found them; another number of GPUs keep theirs."""
+    """Put them where `random_state` found them; another number of devices keep theirs."""
     state = json.loads(text)
     version, words, gauss = state["python"]
     random.setstate((version, tuple(_array(words).tolist()), gauss))
@@ -60,13 +64,10 @@ def set_random_state(text: str) -> None:
     if bits["bit_generator"] == np.random.get_state(legacy=False)["bit_generator"]:
         np.random.set_state({**bits, "state": {k: _array(v) for k, v in bits["state"].items()}})
     torch.set_rng_state(torch.from_numpy(_array(state["torch"])))
-    if len(state["cuda"]) == len(_cuda_states()):
-        for index, each in enumerate(state["cuda"]):
-            torch.cuda.set_rng_state(torch.from_numpy(_array(each)), index)
-
-
-def _cuda_states() -> list[torch.Tensor]:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    here = random_states()
+    for kind, texts in state.get("accelerator", {}).items():
+        if len(texts) == len(here.get(kind, ())):
+            set_random_states(kind, [torch.from_numpy(_array(each)) for each in texts])
 
 
 def _text(value: Any) -> Any:

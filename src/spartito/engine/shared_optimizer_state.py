@@ -23,6 +23,7 @@ from spartito.collectives.slices import LINE, Section
 from spartito.engine.fused_update import Kernel
 from spartito.engine.memory_layout import is_like, sample
 from spartito.errors import UserError
+from spartito.system.shared import forget_pages
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides."""
@@ -219,7 +220,7 @@ class SharedState:
     def _show(self, key: str) -> None:
         """Make the tensors that a user sees, without what was written into former ones."""
         segment = self._segments[key]
-        segment.view.madvise(mmap.MADV_DONTNEED)
+        forget_pages(segment.view)
         self.memory[key] = self._cut.views(self._cut.wholes, _in(segment, segment.view))
 
 

@@ -24,12 +24,12 @@ from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.collectives.slices import cut
 from spartito.engine import fused_update
 from spartito.engine.gradients import (
-    Number,
     PackedGradients,
     different_batches,
     refuse_sparse,
     writes_gradients,
 )
+from spartito.engine.host_reads import Number
 from spartito.engine.memory_layout import dense, overlap, sample
 from spartito.engine.shared_optimizer_state import VERSION, Cut, SharedState
 

@@ -23,13 +23,8 @@ from spartito.collectives.lane import Lane
 from spartito.collectives.standing_sum import Work
 from spartito.engine.checksum import checksum
 from spartito.engine.compression import Compression
-from spartito.engine.gradients import (
-    Number,
-    PackedGradients,
-    different_batches,
-    refuse_sparse,
-    views,
-)
+from spartito.engine.gradients import PackedGradients, different_batches, refuse_sparse, views
+from spartito.engine.host_reads import Number
 
 BUCKET = 1 << 20
 """Bytes of gradients from which on a bucket is sent: hides most, as exchanges go."""

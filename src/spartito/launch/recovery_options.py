@@ -28,7 +28,7 @@ class Recovering:
         least=1,
     )
     wait: float | None = option(
-        "With --recover: seconds that the others wait for a replacement, 30 by default.",
+        "With --recover: seconds for a replacement; 300 by default, 30 where fewer may go on.",
         metavar="S",
     )
     restarts: int | None = option(

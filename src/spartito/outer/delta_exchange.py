@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from spartito.collectives.collective import Collective
+from spartito.collectives.staged import to_host
 from spartito.engine import compression
 from spartito.engine.codes import Code
 from spartito.engine.compression import Compress, PowerSGD
@@ -96,14 +97,15 @@ class Compressed(Exchange):
             whole = float(error.add_(moved).norm())
         else:
             wanted = torch.zeros_like(wanted)
-        packed = self._code.pack(wanted.float())
+        packed = to_host(self._code.pack(wanted.float()))
         head = numbers.view(torch.uint8)
         parts = between.all_gather(torch.cat([head, packed]))
         shares = [part[: len(head)].clone().view(numbers.dtype) for part in parts]
         moved.zero_()
         for rank, (share, part) in enumerate(zip(shares, parts, strict=True)):
             if share[0]:
-                sent = self._code.unpack(part[len(head) :], numel).to(moved.dtype)
+                there = part[len(head) :].to(moved.device)
+                sent = self._code.unpack(there, numel).to(moved.dtype)
                 moved.add_(sent, alpha=share[0].item())
                 if rank == between.rank:
                     error.sub_(sent)

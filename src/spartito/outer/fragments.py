@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from spartito.engine.gradients import Number, same
+from spartito.engine.gradients import same
+from spartito.engine.host_reads import Number
 from spartito.engine.optimizers import unwrap, whole_shape
 from spartito.errors import UserError
 from spartito.outer.counts import Meetings

@@ -10,12 +10,13 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from spartito.accelerators import rounding_id
 from spartito.checkpoint.cuts import Cut, Part, SpanCut
 from spartito.checkpoint.saved_state import Stored
 from spartito.collectives.collective import Collective
 from spartito.collectives.hierarchical import ENDS_GROUP, PATIENCE
 from spartito.collectives.store import error_from_text, error_to_text
-from spartito.engine.checksum import OTHER_VALUES, different, outliers, rounding_id
+from spartito.engine.checksum import OTHER_VALUES, different, outliers
 from spartito.engine.optimizers import unwrap
 from spartito.engine.sharding.homes import Home, settle_all
 from spartito.errors import UserError
@@ -92,6 +93,11 @@ class Values(ABC):
         return found
 
     @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.tensors[0].device if self.tensors else torch.device("cpu")
+
+    @property
     def numel(self) -> int:
         """How many elements this task has."""
         return sum(tensor.numel() for tensor in self.tensors)
@@ -112,7 +118,7 @@ class Values(ABC):
 
     def flat(self) -> Tensor:
         """Memory for all elements in a row, whose `views` are there from now on."""
-        made = torch.empty(self.numel, dtype=self.dtype)
+        made = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         self.keep(made)
         return made
 
@@ -325,8 +331,8 @@ class Replicas(Values):
         if inside.world_size == 1 or not self.tensors:
             return
         norms = torch._foreach_norm([t.detach() for t in self.tensors], 2, dtype=torch.float64)
-        mine = crc32(torch.stack(norms).numpy().tobytes())
-        told = torch.tensor([mine, rounding_id(torch.device("cpu"))])
+        mine = crc32(torch.stack(norms).cpu().numpy().tobytes())
+        told = torch.tensor([mine, rounding_id(self.device)])
         found = [each.tolist() for each in self.world.within(lambda: inside.all_gather(told))]
         values, rounds = zip(*found, strict=True)
         if (unlike := outliers(values)) and len(set(rounds)) == 1:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer
 
 from spartito.engine.divided_update import ELEMENTWISE
+from spartito.engine.optimizers import move_state
 from spartito.errors import UserError
 
 OuterFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -181,3 +182,4 @@ def load_outer_state(
             else value
             for key, value in values.items()
         }
+    move_state(optimizer)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spartito.engine.gradients import Number, same
+from spartito.engine.gradients import same
+from spartito.engine.host_reads import Number
 from spartito.outer.counts import Meetings, Since
 from spartito.outer.delayed_step import Flight
 from spartito.outer.delta_exchange import Exchange, Whole
@@ -436,7 +437,7 @@ class Coupling:
         values = self._values
         self._exchange.error = torch.empty(0)
         self._copies, self._outer = [], None
-        self._start = self._moving = torch.empty(0, dtype=values.dtype)
+        self._start = self._moving = torch.empty(0, dtype=values.dtype, device=values.device)
         if values.speaks:
             self._start, self._moving = values.flat(), values.flat()
             self._copies = [nn.Parameter(part) for part in values.views(self._start)]

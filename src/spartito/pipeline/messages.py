@@ -16,6 +16,7 @@ from spartito.collectives.calls import code_of, dtype_of
 from spartito.collectives.collective import Traffic
 from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.collectives.rendezvous import Rendezvous
+from spartito.collectives.staged import give_back, on_host, to_host
 from spartito.collectives.tcp import SocketCollective
 from spartito.errors import SpartitoError
 from spartito.pipeline.cut import Cut
@@ -23,6 +24,7 @@ from spartito.pipeline.cut import Cut
 FORTH, BACK, TIED = 0, 1, 2
 """What a message is: of the next stage, of the one before, or a gradient of tied parameters."""
 _KINDS = 3
+CPU = torch.device("cpu")
 
 
 class Mail(Protocol):
@@ -81,7 +83,7 @@ def connect(rendezvous: Rendezvous, ranks: Sequence[int]) -> Mail:
     if together:
         return _Own(OneMachine(group, spins))
     made = rendezvous.group("pipeline", ranks, beside=True)
-    return _OfGroup(cast("ProcessGroupCollective | SocketCollective", made))
+    return _OfGroup(cast("ProcessGroupCollective | SocketCollective", on_host(made)))
 
 
 class Messages:
@@ -92,12 +94,20 @@ class Messages:
         rank: This task's rank there.
         rank_of: The rank there of the task that has each stage.
         traffic: Counts what goes.
+        device: Where the tensors are; they travel through the host's memory.
     """
 
-    def __init__(self, mail: Mail, rank: int, rank_of: Sequence[int], traffic: Traffic) -> None:
+    def __init__(
+        self,
+        mail: Mail,
+        rank: int,
+        rank_of: Sequence[int],
+        traffic: Traffic,
+        device: torch.device = CPU,
+    ) -> None:
         self._mail, self._rank, self._rank_of = mail, rank, rank_of
         self._kept: dict[tuple[int, int], Tensor] = {}
-        self.traffic = traffic
+        self.traffic, self.device = traffic, device
 
     def rank_of(self, stage: int) -> int:
         """The rank of the task that has a stage."""
@@ -154,7 +164,9 @@ class Messages:
         for number, value in enumerate(values):
             dtype, last = _formats(cut, stage, kind)[number]
             layout = torch.channels_last if last else torch.contiguous_format
-            made = torch.empty(value.here.shape, dtype=dtype, memory_format=layout)
+            made = torch.empty(
+                value.here.shape, dtype=dtype, device=self.device, memory_format=layout
+            )
             shown = made.permute(0, 2, 3, 1) if last else made
             self._take(shown, source, self._tag(stage, microbatch, kind, number))
             found.append(made)
@@ -199,14 +211,16 @@ class Messages:
             self._kept[target, tag] = tensor
         else:
             self.traffic.sent += tensor.nbytes
-            self._mail.send(tensor, target, tag)
+            self._mail.send(to_host(tensor), target, tag)
 
     def _take(self, tensor: Tensor, source: int, tag: int) -> None:
         if source == self._rank:
             tensor.copy_(self._kept.pop((source, tag)))
         else:
             begin = perf_counter()
-            self._mail.receive(tensor, source, tag)
+            own = tensor if tensor.is_cpu else torch.empty_like(tensor, device=CPU)
+            self._mail.receive(own, source, tag)
+            give_back(own, tensor)
             self.traffic.waited += perf_counter() - begin
             self.traffic.received += tensor.nbytes
 

@@ -33,10 +33,13 @@ class PipedModel:
         model: The user's.
         stages: How many the model is cut into.
         own: Those of this task.
+        device: Where this computes.
     """
 
-    def __init__(self, model: nn.Module, stages: int, own: Collection[int]) -> None:
-        self.model, self.stages, self.own = model, stages, own
+    def __init__(
+        self, model: nn.Module, stages: int, own: Collection[int], device: torch.device
+    ) -> None:
+        self.model, self.stages, self.own, self.device = model, stages, own, device
         self.starts: list[Start] | None = None
         self.owners: Owners = {}
         self.names: list[list[str]] = []
@@ -65,7 +68,7 @@ class PipedModel:
         """
         if self.stages == 1:
             return [], {}
-        program = record(self.model, call)
+        program = record(self.model, call, self.device)
         if isinstance(split, str):
             there = not any(parameter.is_meta for parameter in self.model.parameters())
             starts = balanced(program, self.model, self.stages, call if there else None)
@@ -201,7 +204,7 @@ class PipedModel:
         return zlib.crc32(modes + bytes(p.requires_grad for p in self.model.parameters()))
 
     def _recorded(self, call: Callable[[], Any]) -> Cut:
-        program = record(self.model, call)
+        program = record(self.model, call, self.device)
         starts = self.starts or []
         cut = Cut(program, tuple(start.index(program) for start in starts))
         cut.check_buffers()

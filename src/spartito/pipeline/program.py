@@ -78,10 +78,10 @@ def _memory_of(tensor: Tensor) -> int:
     return memory
 
 
-def tell(func: Any, args: tuple[Any, ...]) -> Any:
-    """What one of `UNCOUNTED` says; of a tensor without data that it will be on the CPU."""
+def tell(func: Any, args: tuple[Any, ...], device: torch.device) -> Any:
+    """What one of `UNCOUNTED` says; of a tensor without data that it will be on ``device``."""
     made = func(*args)
-    return CPU if isinstance(made, torch.device) and made.type == "meta" else made
+    return device if isinstance(made, torch.device) and made.type == "meta" else made
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +132,7 @@ class Program:
         looks: Whether shapes may depend on the values of the input.
         output: What the model returns.
         drawn: What all of it draws at random.
+        device: Where it is computed.
     """
 
     functions: list[Any] = field(default_factory=list)
@@ -148,6 +149,7 @@ class Program:
     looks: bool = False
     output: Any = None
     drawn: Draws = field(default_factory=list)
+    device: torch.device = CPU
 
     def crossing(self, index: int) -> list[Value]:
         """What is made before the operation ``index`` and used from it on, in order."""
@@ -166,12 +168,13 @@ class Program:
         return f"{len(names)} {','.join(names)} {[entry.index for entry in self.entries]}"
 
 
-def record(model: nn.Module, call: Callable[[], Any]) -> Program:
+def record(model: nn.Module, call: Callable[[], Any], device: torch.device = CPU) -> Program:
     """Note the operations of ``call``, a forward pass of ``model``, without computing them.
 
     Args:
         model: Some of its parameters may be without data already.
         call: Makes the pass, with its data.
+        device: Where it is computed.
 
     Returns:
         The operations; they are those of any pass with data of the same shapes.
@@ -181,10 +184,10 @@ def record(model: nn.Module, call: Callable[[], Any]) -> Program:
             cannot be known before.
     """
     before = held_by(model)
-    mode = _recorded(model, call, ())
+    mode = _recorded(model, call, device, ())
     if mode.program.changed or differing(before, held_by(model)):
         before = held_by(model)
-        mode = _recorded(model, call, mode.program.changed)
+        mode = _recorded(model, call, device, mode.program.changed)
         for path, key in differing(before, held_by(model)):
             old = before.get((path, key))
             if isinstance(old, Tensor) and id(old) not in mode.given:
@@ -197,9 +200,11 @@ def record(model: nn.Module, call: Callable[[], Any]) -> Program:
     return mode.program
 
 
-def _recorded(model: nn.Module, call: Callable[[], Any], changing: Collection[str]) -> _Recorder:
+def _recorded(
+    model: nn.Module, call: Callable[[], Any], device: torch.device, changing: Collection[str]
+) -> _Recorder:
     """One pass, in which what uses the buffers ``changing`` belongs to a stage."""
-    mode = _Recorder(model, changing)
+    mode = _Recorder(model, device, changing)
     before = _buffers_of(model)
     empty = {name for name, buffer in before.items() if buffer.is_meta}
     with untouched(model):
@@ -224,9 +229,9 @@ class _Recorder(TorchFunctionMode):
 
     recording: Recording
 
-    def __init__(self, model: nn.Module, changing: Collection[str]) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, changing: Collection[str]) -> None:
         super().__init__()
-        self.program, self._changing = Program(), changing
+        self.program, self._changing = Program(device=device), changing
         buffers = _buffers_of(model)
         self._names = {id(here_of(tensor)): name for name, tensor in model.named_parameters()}
         self._buffers = {id(tensor): name for name, tensor in buffers.items()}
@@ -268,7 +273,7 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         program, kwargs = self.program, kwargs or {}
         if func in UNCOUNTED:
-            return tell(func, args)
+            return tell(func, args, program.device)
         index, drawn = len(program.functions), len(self.recording.made)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         own = [here_of(leaf) for leaf in given]

@@ -59,7 +59,7 @@ class Replay(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         program, index = self._program, self._next
         if func in UNCOUNTED:
-            return tell(func, args)
+            return tell(func, args, program.device)
         self._next = index + 1
         if index >= self._end:
             if index < len(program.functions):

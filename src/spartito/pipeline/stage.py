@@ -86,7 +86,7 @@ class Entrance:
         """The tensors, of which operations in place may be made too."""
         if not (torch.is_grad_enabled() and any(self._learns)):
             return self._came
-        anchor = torch.empty(0, requires_grad=True)
+        anchor = torch.empty(0, requires_grad=True, device=self._came[0].device)
         return list(_Enter.apply(anchor, self))  # type: ignore[no-untyped-call]
 
     def take(self, gradients: Sequence[Tensor | None]) -> None:
@@ -166,7 +166,9 @@ def _putting_off(todo: Todo) -> Callable[..., Any]:
 
     def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         gradient = _WEIGHTS.get(func)
-        if gradient is None or kwargs or len(args) < 2 or torch.is_autocast_enabled("cpu"):
+        if gradient is None or kwargs or len(args) < 2:
+            return NotImplemented
+        if torch.is_autocast_enabled(here_of(args[1]).device.type):
             return NotImplemented
 
         def local(*args: Any) -> Any:

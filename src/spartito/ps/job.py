@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 from spartito.cluster.endpoints import job_key, rendezvous_endpoint, server_endpoint, warn_if_open
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import ClusterSpec, Task
-from spartito.collectives.shared_memory import host_key, supported
+from spartito.collectives.placement import note_sockets
 from spartito.collectives.versions import Versions
 from spartito.errors import SpartitoError, UserError
 from spartito.log import note
@@ -56,6 +55,8 @@ from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
 from spartito.ps.server.update_log import PushLog
 from spartito.storage.private import private_directory
+from spartito.system import host_key, shares_memory
+from spartito.system.files import temporary_folder
 from spartito.wire.addresses import split_address
 from spartito.wire.dialing import dial
 from spartito.wire.frames import Wire
@@ -118,7 +119,7 @@ class Options:
     @property
     def patience(self) -> float:
         """Seconds that the others wait for another process that is the chief."""
-        return 0.0 if self.recovery is None else self.recovery.wait
+        return 0.0 if self.recovery is None else self.recovery.patience
 
 
 _OF_THE_JOB = ("timeout", "recovery")
@@ -162,6 +163,8 @@ class Job:
         self.cluster, self.options = cluster, options
         self._key = job_key(cluster)
         warn_if_open(cluster)
+        if options.shared_memory:
+            note_sockets(cluster)
         self.workers = list(workers)
         self.vector = Vector(model, optimizer, wholes)
         self._optimizer = optimizer
@@ -349,7 +352,7 @@ class Job:
     def _link(self, part: int, job: str, *, control: bool, generation: int = 0) -> Link:
         options, span = self.options, self._spans[part]
         hello = self._hello(job, control, generation)
-        if options.shared_memory and supported() and not control:
+        if options.shared_memory and shares_memory() and not control:
             hello = structs.replace(hello, host=host_key())
         return Link(
             [self._address(number) for number in self._numbers(part)],
@@ -427,5 +430,5 @@ def shares(layout: Layout, spans: Sequence[Span], names: Sequence[str]) -> list[
 
 def _private_folder() -> Path:
     """Where a server's snapshots lie when nobody says it: found again by this user alone."""
-    folder = Path(tempfile.gettempdir()) / f"spartito-{os.getuid()}"
+    folder = temporary_folder() / f"spartito-{os.getuid()}"
     return private_directory(folder, f"Name a folder for snapshots by {ENV_SNAPSHOT_DIR}.")

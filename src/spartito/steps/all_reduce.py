@@ -75,7 +75,7 @@ class AllReduce(Whole):
     def _overlaps(self) -> bool:
         """Whether DDP reduces while backward runs."""
         asked = self._team.communication
-        by_ddp = asked == "ddp" or (asked == "auto" and self._team.device.type == "cuda")
+        by_ddp = asked == "ddp" or (asked == "auto" and self._team.device.type != "cpu")
         return self._may_overlap and by_ddp and self._team.own_shard[1] > 1
 
     def check(self, optimizer: object, settings: Settings) -> None:

@@ -15,6 +15,7 @@ from spartito.collectives.collective import Collective
 from spartito.data.batch import Batch
 from spartito.data.collate import rows
 from spartito.data.loader import SPARE, Loader
+from spartito.data.placing import Placing
 from spartito.engine.denormals import Denormals
 from spartito.errors import UserError
 from spartito.outer.joined_groups import JoinedGroups
@@ -61,7 +62,7 @@ class Placed(Distributed):
     def __init__(
         self,
         batches: Share,
-        device: torch.device,
+        placing: Placing,
         announce: Callable[[Batch], None],
         group: Collective,
         denormals: Denormals,
@@ -72,7 +73,7 @@ class Placed(Distributed):
 
         ``counted`` makes of the metrics of all data shards those of who has seen outputs.
         """
-        self._batches, self._device, self._announce = batches, device, announce
+        self._batches, self._placing, self._announce = batches, placing, announce
         self._group, self._denormals, self._pairs = group, denormals, pairs
         self._counted = counted
         self.before: Callable[[], None] = lambda: None
@@ -166,20 +167,16 @@ class Placed(Distributed):
         return self._group.rank
 
     def _on_device(self, batches: Iterator[Batch]) -> Generator[Batch]:
-        elsewhere = self._device.type != "cpu"
+        move = self._placing.move if self._placing.moves else None
         for batch in batches:
-            if elsewhere:
-                data, spare = rows(batch.data, self._move), rows(batch.spare, self._move)
-                batch = structs.replace(batch, data=data, spare=spare)
+            if move is not None:
+                batch = structs.replace(batch, data=move(batch.data), spare=move(batch.spare))
             self.before()
             self._announce(batch)
             if (batch.drawn, batch.global_size) != self._like:
                 self._note((batch.drawn, batch.global_size))
             self._alike += 1
             yield batch
-
-    def _move(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True)
 
 
 def _next(stream: Iterator[Batch], count: int) -> Generator[Batch]:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from spartito.checkpoint.saved_state import Saved, Whole
 from spartito.collectives.shared_memory import SharedMemoryCollective
+from spartito.collectives.staged import on_host
 from spartito.engine import compression
 from spartito.engine.compression import Compress, Compression, make_compression
 from spartito.engine.gradients import PackedGradients
@@ -86,7 +87,7 @@ class CompressedSums:
         if self._way is None:
             return None
         group = self._team.replicas
-        if group.world_size > 1 and not isinstance(group, SharedMemoryCollective):
+        if group.world_size > 1 and not isinstance(on_host(group), SharedMemoryCollective):
             found, state = make_compression(self._way), self._unread.pop(id(optimizer), None)
             if state is not None:
                 found.load_state_dict(state, learning(model, optimizer), group)

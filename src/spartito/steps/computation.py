@@ -8,11 +8,13 @@ from typing import Any, Protocol
 
 import torch
 from msgspec import structs
+from torch import nn
 
 from spartito.data.batch import Batch
 from spartito.data.collate import count_rows, rows
 from spartito.engine.backward import backward, first_gradient
 from spartito.engine.batchnorm import check_evaluation, keeping_statistics
+from spartito.engine.host_reads import Number
 from spartito.engine.loss import (
     LossFunction,
     WeightedLoss,
@@ -71,7 +73,7 @@ class Computation(Protocol):
         ...
 
 
-Evaluated = tuple[float, float, Any]
+Evaluated = tuple[Number, Number, Any]
 """This task's sum of losses, its weight, and the output (None where it had no rows)."""
 
 
@@ -110,6 +112,8 @@ class WholeModel:
         division: How batches are divided.
         around: A block around each backward pass.
         watching: A block around each forward pass of a training.
+        run: Calls a model with a batch, as `forward` does; under ``deterministic`` that does, as
+            random numbers belong to rows.
     """
 
     def __init__(
@@ -117,8 +121,10 @@ class WholeModel:
         division: Division,
         around: Callable[[], AbstractContextManager[object]] | None = None,
         watching: Callable[[Pair], AbstractContextManager[object]] | None = None,
+        run: Callable[[nn.Module, Any, bool], Any] = forward,
     ) -> None:
         self._division, self._around, self._watching = division, around, watching
+        self._run = run
 
     def enter(self, pairs: Sequence[Pair]) -> None:
         """As `Computation.enter`: whatever comes is computed."""
@@ -153,14 +159,14 @@ class WholeModel:
             if loss is None:
                 output, found = _look_at_own(pair, batch)
             else:
-                output = forward(pair.model, batch.data)
+                output = self._output(pair, batch.data, True)
                 found = look(loss, output, batch)
                 if self._division.divides:
                     found = pair.comparisons.look(loss, output, batch, found)
         self.doubt(found, pair.randomness is not None)
         if not has_rows:  # others may have waited for this pass; it counts for nothing
             return 0.0, 0.0, None
-        return float(found.total), float(found.weight), output
+        return found.total, found.weight, output
 
     def predict(self, pair: Pair, batch: Batch, has_loss: bool) -> Any:
         """As `Computation.predict`."""
@@ -168,7 +174,7 @@ class WholeModel:
         runs_spare = not batch.size and self._division.runs_without_rows
         data = in_dtype(of_spare_rows(batch) if runs_spare else batch, pair.dtype).data
         with torch.no_grad(), autocast(pair.precision, self._division.device):
-            output = forward(pair.model, data, has_loss)
+            output = self._output(pair, data, has_loss)
         if runs_spare:
             output = no_rows(output)
         return output if has_loss else without_loss(output)
@@ -186,15 +192,19 @@ class WholeModel:
         """The output for a batch with rows, and its loss."""
         batch = in_dtype(batch, pair.dtype)
         if pair.precision == "fp32" and pair.randomness is None:
-            output = forward(pair.model, batch.data, loss is not None)
+            output = self._output(pair, batch.data, loss is not None)
             given = evaluate_loss(loss, output, batch)
             return output, self._weigh(pair, loss, output, given, batch)
         with autocast(pair.precision, self._division.device):
-            output = forward(pair.model, batch.data, loss is not None)
+            output = self._output(pair, batch.data, loss is not None)
             divided = pair.randomness is not None and self._division.several
             with RandomnessForbidden() if divided else nullcontext():
                 given = evaluate_loss(loss, output, batch)
             return output, self._weigh(pair, loss, output, given, batch)
+
+    def _output(self, pair: Pair, data: Any, has_loss: bool) -> Any:
+        """What the model says of a batch."""
+        return (self._run if pair.randomness is None else forward)(pair.model, data, has_loss)
 
     def backward(
         self, pairs: Sequence[Pair], found: WeightedLoss, batch: Batch, divisor: float = 0.0
@@ -225,8 +235,9 @@ class WholeModel:
                 "Each has a loss scale of its own: choose bf16, or prepare one model.",
             )
         is_mean = divisor > 0
+        planned = self._divisor(found, batch)
         for pair in pairs:
-            own = pair.gradients.begin(divisor or self._division.divisor(batch))
+            own = pair.gradients.begin(divisor or planned)
             divisor = divisor or own
             if not is_mean:
                 pair.gradients.rescale(divisor)
@@ -254,6 +265,14 @@ class WholeModel:
         loss = found.total
         for pair in pairs:
             pair.gradients.add(loss, found.weight)
+
+    def _divisor(self, found: WeightedLoss, batch: Batch) -> float:
+        """What a backward pass divides by, which others have to know too, if there are any.
+
+        Alone it is what the loss weighs: so nothing is left to be scaled in the update.
+        """
+        alone = not self._division.several and isinstance(found.weight, float | int)
+        return (float(found.weight) if alone else 0.0) or self._division.divisor(batch)
 
     def doubt(self, found: WeightedLoss, deterministic: bool) -> None:
         """Refuse a loss of which the parts make no exact mean, or say so.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from spartito.accelerators import rounding_id
 from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
 from spartito.collectives.collective import Collective, Traffic
 from spartito.engine.batchnorm import average_statistics
@@ -30,12 +31,12 @@ from spartito.engine.buffers import (
 )
 from spartito.engine.checksum import (
     OTHER_VALUES,
+    OTHERS_LEARN,
     checksum,
     different,
     drifted,
     moments,
     outliers,
-    rounding_id,
 )
 from spartito.engine.optimizers import unwrap
 from spartito.errors import UnwritableError, UserError
@@ -508,12 +509,7 @@ class SynchronousCoordination(Coordination):
                 "Give all replicas the same data, batch size and seed.",
             )
         if unlike := outliers(flags):
-            raise different(
-                group,
-                unlike,
-                "has other parameters that learn than",
-                "Freeze and unfreeze the same ones on every replica.",
-            )
+            raise different(group, unlike, *OTHERS_LEARN)
         _compare_values(group, parameters, values, rounds)
 
     def checksum(self, parameters: Sequence[nn.Parameter]) -> int:

@@ -17,10 +17,10 @@ from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.rendezvous import WORLD, Rendezvous
 from spartito.collectives.segment import Segment
 from spartito.collectives.shared_memory import LINE, SharedMemoryCollective
+from spartito.collectives.staged import on_host
 from spartito.engine import fused_update
 from spartito.engine.divided_update import ELEMENTWISE, DividedGradients, Span
 from spartito.engine.gradients import same
-from spartito.engine.memory_check import give_back_memory
 from spartito.engine.optimizers import optimizer_parameters, unwrap
 from spartito.errors import UserError
 from spartito.outer.group_values import Values
@@ -32,6 +32,7 @@ from spartito.steps.parts import Prepared, Settings, State
 from spartito.steps.prepared import Pair
 from spartito.steps.team import Team
 from spartito.steps.topology import Connected, OneShardEach
+from spartito.system import give_back_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,11 @@ class Owners:
         """The parameters that are not this rank's."""
         pairs = zip(self.parameters, self.owners, strict=True)
         return [parameter for parameter, owner in pairs if owner != rank]
+
+    def of(self, rank: int) -> list[nn.Parameter]:
+        """The parameters that are this rank's."""
+        pairs = zip(self.parameters, self.owners, strict=True)
+        return [parameter for parameter, owner in pairs if owner == rank]
 
     @property
     def spans(self) -> dict[int, list[Span]]:
@@ -64,17 +70,21 @@ class OneMemory(OneShardEach):
             UserError: If the replicas share no memory.
         """
         groups = one_shard_each(rendezvous, cluster)
-        if cluster.world_size > 1 and not isinstance(groups[WORLD], SharedMemoryCollective):
+        if cluster.world_size > 1 and not isinstance(
+            on_host(groups[WORLD]), SharedMemoryCollective
+        ):
             rendezvous.close()
             raise UserError(
                 f"central_storage for {cluster.world_size} replicas that share no memory",
-                "It needs Linux on x86-64 and one /dev/shm for all; choose mirrored here.",
+                "Choose mirrored: only those of one Linux machine with x86-64 share memory.",
             )
         return groups
 
 
 class OneCopy:
     """Each replica adds up the gradients of its part of the elements, and updates it in place.
+
+    Replicas on devices compute with copies: gradients come to the host, and new values go back.
 
     Args:
         team: The replicas.
@@ -88,6 +98,7 @@ class OneCopy:
         self._owners: dict[Optimizer, Owners] = {}
         self._scales = False
         self._homes: list[tuple[nn.Parameter, int]] = []
+        self._values: HostValues | None = None
         self.agreement = AddressAgreement(self._homes)
 
     @property
@@ -101,7 +112,7 @@ class OneCopy:
 
     def begin(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
         """As `Exchange.begin`: parameters move into the memory of all."""
-        group = self._team.replicas
+        group = on_host(self._team.replicas)
         if not isinstance(group, SharedMemoryCollective):
             return
         given = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
@@ -112,16 +123,23 @@ class OneCopy:
             view = _view(segment, offset, parameter)
             if self._team.is_chief:
                 view.copy_(parameter.detach())
+            if not parameter.is_cpu:
+                self._values = self._values or HostValues(group)
+                self._values.add(parameter, view)
+                continue
             parameter.data = view
             self._homes.append((parameter, view.data_ptr()))
         give_back_memory()
         group.barrier()
+        if self._values is not None:
+            self._values.show(parameters)
 
     def gradients(self, model: nn.Module, optimizer: Optimizer) -> Prepared:
         """As `Exchange.gradients`."""
-        group = self._team.replicas
+        group = on_host(self._team.replicas)
         if isinstance(group, SharedMemoryCollective) and self._divides_elements(optimizer):
-            return model, DividedGradients(optimizer, group)
+            homes = {} if self._values is None else self._values.by_id
+            return model, DividedGradients(optimizer, group, homes, self._team.replicas)
         self._divide(optimizer)
         return self._whole.gradients(model, optimizer)
 
@@ -137,11 +155,19 @@ class OneCopy:
                 "A replica's step has only its part of the gradients and of the new values: "
                 "choose mirrored, or do it before or after strategy.update.",
             )
+        if self._values is not None:
+            self._values.take_written()
+        owners = None
         if not isinstance(pair.gradients, DividedGradients):
-            for parameter in self._divide(pair.optimizer).others(self._team.cluster.rank):
+            owners, own = self._divide(pair.optimizer), self._team.cluster.rank
+            for parameter in owners.others(own):
                 parameter.grad = None  # optimizers pass over it
         self._whole.optimize(pair)
+        if self._values is not None and owners is not None:
+            self._values.take_whole(owners.of(own))
         self._team.replicas.barrier()
+        if self._values is not None:
+            self._values.show(optimizer_parameters(pair.optimizer))
 
     def values(self, pair: Pair, column: JoinedGroups, whole: Callable[[], Values]) -> Values:
         """As `Exchange.values`."""
@@ -187,8 +213,13 @@ class OneCopy:
         self._spans(pair)
         self._team.replicas.barrier()  # nobody computes with the old values any more
         load(saved)
+        parameters = [*optimizer_parameters(pair.optimizer), *unwrap(pair.model).parameters()]
+        if self._values is not None and self._team.is_chief:
+            self._values.take_whole(parameters)
         self._spans(pair)
         self._team.replicas.barrier()  # nobody still writes when the first one trains
+        if self._values is not None:
+            self._values.show(parameters)
 
     # Who updates what
 
@@ -239,7 +270,9 @@ class AddressAgreement(Alike):
         self._homes = homes
 
     def checksum(self, parameters: Sequence[nn.Parameter]) -> int | None:
-        """As `Agreement.checksum`: of where they lie now."""
+        """As `Agreement.checksum`: of where they lie now; on devices of the values."""
+        if not self._homes:
+            return super().checksum(parameters)
         moved = [parameter.data_ptr() - home for parameter, home in self._homes]
         return crc32(repr(moved).encode())
 
@@ -311,25 +344,92 @@ def _is_torchs_own(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.partition(".")[0] == "torch"
 
 
-def check_devices(parameters: torch.device | str, replicas: torch.device | str | None) -> None:
-    """Refuse devices whose memory is not the host's.
+class HostValues:
+    """The one copy, in memory of the host, of parameters that replicas have on devices.
+
+    Args:
+        group: The replicas, which share that memory.
+    """
+
+    def __init__(self, group: SharedMemoryCollective) -> None:
+        self._group = group
+        self._parameters: list[nn.Parameter] = []
+        self._values: list[Tensor] = []
+        self._seen: list[tuple[int, int]] = []
+
+    def add(self, parameter: nn.Parameter, values: Tensor) -> None:
+        """Keep one more; ``values`` are there already."""
+        self._parameters.append(parameter)
+        self._values.append(values)
+        self._seen.append(_mark(parameter))
+
+    @property
+    def by_id(self) -> dict[int, Tensor]:
+        """The values, by the ids of the parameters."""
+        return dict(zip(map(id, self._parameters), self._values, strict=True))
+
+    def take_written(self) -> None:
+        """Before an update: what the chief has written into its own becomes the values of all.
+
+        Raises:
+            UserError: On all, if others have written something and the chief has not.
+        """
+        written = [now != before for now, before in zip(self._marks(), self._seen, strict=True)]
+        own = float(any(written))
+        flags = torch.tensor([own, own if self._group.rank == 0 else 0.0])
+        some, chief = self._group.all_reduce(flags).tolist()
+        if some and not chief:
+            raise UserError(
+                "parameters were written on replicas that are not the chief, under "
+                "central_storage: there is one copy of the values",
+                "Write into them on the chief, or on all replicas alike.",
+            )
+        if chief:
+            if self._group.rank == 0:
+                for index, value in enumerate(self._values):
+                    if written[index]:
+                        value.copy_(self._parameters[index].detach())
+            self._group.barrier()
+            self.show(self._parameters)
+
+    def take_whole(self, parameters: Sequence[nn.Parameter]) -> None:
+        """These, of this replica alone, become the values of all."""
+        values = self.by_id
+        for parameter in parameters:
+            if id(parameter) in values:
+                values[id(parameter)].copy_(parameter.detach())
+
+    def show(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Bring the values of these to this replica's device."""
+        wanted = set(map(id, parameters))
+        here = [n for n, parameter in enumerate(self._parameters) if id(parameter) in wanted]
+        targets = [self._parameters[n].detach() for n in here]
+        if here:
+            torch._foreach_copy_(targets, [self._values[n] for n in here])
+        for n in here:
+            self._seen[n] = _mark(self._parameters[n])
+
+    def _marks(self) -> list[tuple[int, int]]:
+        return [_mark(parameter) for parameter in self._parameters]
+
+
+def _mark(parameter: nn.Parameter) -> tuple[int, int]:
+    """It changes when something is written into a parameter, or its memory is replaced."""
+    return parameter._version, parameter.data_ptr()
+
+
+def check_devices(parameters: torch.device | str) -> None:
+    """Refuse to keep parameters elsewhere than in the host's memory.
 
     Args:
         parameters: Where they are asked for.
-        replicas: Where these compute; None: where there is a GPU, on it.
 
     Raises:
-        UserError: One is no CPU.
+        UserError: It is no CPU.
     """
     if str(parameters) != "cpu":
         raise UserError(
             f"parameter_device={str(parameters)!r}: central_storage keeps parameters in the "
             "host's memory, 'cpu'",
             "Choose mirrored for parameters on the replicas' own devices.",
-        )
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if replicas is None else replicas
-    if str(device) != "cpu":
-        raise UserError(
-            f"central_storage with replicas on {str(device)!r}: they compute in the host's memory",
-            "Choose mirrored for GPUs, or device='cpu'.",
         )

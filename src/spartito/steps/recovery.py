@@ -13,9 +13,12 @@ import msgspec
 import torch
 from torch import Tensor
 
+from spartito.accelerators import seed_generators
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, Piggybacked
+from spartito.collectives.placement import PROCESS_GROUP
+from spartito.collectives.staged import to_host
 from spartito.data.batch import Batch
 from spartito.engine import clipping
 from spartito.engine.gradients import Gradients
@@ -176,7 +179,7 @@ class Regrouping:
     ) -> None:
         self.team, self._copies = team, copies
         self._gradients, self._exchange = gradients, exchange
-        self._repeating = Repeating(stage)
+        self._repeating = Repeating(team.device, stage)
         self._taken: tuple[Standing, dict[str, Any]] | None = None  # in a meeting that failed then
         self.aboard: Aboard | None = None
         """What rides along with each update, while a training that recovers runs."""
@@ -296,7 +299,7 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 def chosen_recovery(
-    given: Recovery | None, cluster: ClusterSpec, communication: str, device: torch.device
+    given: Recovery | None, cluster: ClusterSpec, communication: str
 ) -> Recovery | None:
     """What a strategy does when a task is lost: as ``given``, else as the environment says.
 
@@ -305,10 +308,10 @@ def chosen_recovery(
     recovery = Recovery.from_environment() if given is None else given
     if recovery is None or cluster.world_size == 1:
         return None
-    if device.type != "cpu" or communication not in ("auto", "sockets"):
+    if communication in PROCESS_GROUP:
         raise UserError(
-            f"recovery with communication={communication!r} on {device}",
-            "It is for CPUs, and communication='auto' or 'sockets'.",
+            f"recovery with communication={communication!r}",
+            "torch's process groups end with a task: take 'auto' or 'sockets'.",
         )
     if recovery.min_workers is not None and recovery.min_workers > cluster.world_size:
         raise UserError(f"min_workers={recovery.min_workers} of {cluster.world_size} tasks")
@@ -330,9 +333,9 @@ class Repeating:
     and not on what this process drew before. What it changes in buffers can be put back.
     """
 
-    def __init__(self, stage: int = 0) -> None:
+    def __init__(self, device: torch.device, stage: int = 0) -> None:
         self._undo: dict[int, Undo] = {}
-        self._stage = stage
+        self._device, self._stage = device, stage
 
     def begin(self, pair: Pair, batch: Batch, shard: int) -> None:
         """Before a forward pass."""
@@ -343,7 +346,7 @@ class Repeating:
         if pair.randomness is None:
             text = b"%d %d %d %d %d" % (pair.seed, batch.epoch, batch.step, shard, self._stage)
             number = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
-            torch.default_generator.manual_seed(number)
+            seed_generators(self._device, number)
 
     def end(self, pair: Pair) -> None:
         """After an update."""
@@ -398,6 +401,7 @@ def share_state(
     tensors: dict[str, Tensor] = {}
     if group.rank == source or group.rank not in behind:
         tree, tensors = pack_state({"pairs": [has(pair) for pair in pairs], **training()})
+        tensors = {name: to_host(tensor) for name, tensor in tensors.items()}
     kinds = {name: (list(t.shape), _name(t.dtype)) for name, t in tensors.items()}
     said = json.dumps([tree, kinds]).encode() if group.rank == source else b""
     tree, kinds = json.loads(group.all_gather_bytes(said)[source])

@@ -72,14 +72,15 @@ class Replicated(Whole):
         return [1.0 / self._team.model.world_size] * len(parameters)
 
 
-def replicas(team: Team, exchange: Exchange) -> Parts:
+def replicas(team: Team, exchange: Exchange, computation: Computation | None = None) -> Parts:
     """The parts of a strategy whose replicas each have a data shard, and all of the model.
 
     Args:
         team: The replicas.
         exchange: What makes an update of their gradients.
+        computation: How they compute; None: as any torch module is.
     """
-    placement = Replicated(team, exchange)
+    placement = Replicated(team, exchange, computation)
     recovery: Recovering = EndsWithLoss()
     if team.recovery is not None:
         recovery = Regrouping(team, team.outer.copies(team), placement.gradients, exchange)

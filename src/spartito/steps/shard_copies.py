@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spartito.collectives.collective import Collective
-from spartito.engine.optimizers import optimizer_parameters, unwrap
+from spartito.engine.optimizers import move_state, optimizer_parameters, unwrap
 from spartito.engine.sharding.blocks import Layout, Members
 from spartito.engine.sharding.homes import Home
 from spartito.engine.sharding.shard_copies import NONE, VALUES, Entry, Shard, ShardCopies
@@ -275,6 +275,7 @@ class Healing:
             own_values = own_part(home, number, values_by_key)
             if own_values and id(parameter) in self._optimizers:
                 self._optimizers[id(parameter)].state[parameter] = own_values
+                move_state(self._optimizers[id(parameter)])
         return [home.parameters[number] for number in state]
 
 

@@ -14,17 +14,17 @@ from torch.utils.hooks import RemovableHandle
 from spartito.checkpoint.cuts import Cut, SpanCut
 from spartito.checkpoint.saved_state import Saved
 from spartito.collectives.pages import PAGE
+from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.engine import fused_update
 from spartito.engine.checksum import checksum
 from spartito.engine.compression import Compress
 from spartito.engine.divided_update import ELEMENTWISE
 from spartito.engine.gradients import LocalGradients
-from spartito.engine.memory_check import give_back_memory
 from spartito.engine.meta_models import told
 from spartito.engine.optimizers import optimizer_parameters, unwrap
 from spartito.engine.sharding.block_transport import Stage, make_stage
-from spartito.engine.sharding.blocks import Members, divide
+from spartito.engine.sharding.blocks import Members, divide, units
 from spartito.engine.sharding.gathering import Shown, gather_around
 from spartito.engine.sharding.hidden_parameters import asleep
 from spartito.engine.sharding.homes import GatheredHome, Home, SharedHome, WholeHome, settle_all
@@ -32,6 +32,7 @@ from spartito.engine.sharding.shard_copies import check_group
 from spartito.engine.sharding.sharded_gradients import ShardedGradients
 from spartito.engine.value_recipes import value_of
 from spartito.errors import TaskLostError, UserError
+from spartito.log import note
 from spartito.outer.group_values import Shards, Values
 from spartito.outer.joined_groups import JoinedGroups
 from spartito.steps.compressed_sums import CompressedSums
@@ -42,6 +43,7 @@ from spartito.steps.prepared import Pair
 from spartito.steps.recovery import Standing, share_state
 from spartito.steps.shard_copies import Kept, load_rest, rest_of
 from spartito.steps.team import Team
+from spartito.system import give_back_memory
 
 BLOCK = 4 << 20
 """Bytes from which on a module is a block."""
@@ -150,16 +152,47 @@ class Sharded:
         known = [id(parameter) for each in self.members for parameter in each.parameters]
         if self._team.model.world_size > 1:
             known += [id(p) for p in model.parameters() if p.is_meta]
-        members = divide(model, self._block_bytes, known)
-        self.members += members
         if joins:
+            self.members += divide(model, self._block_bytes, known)
             return
         if self._stage is None:
-            self._stage = make_stage(self._team.groups[SHARDS])
+            self._stage = make_stage(self._team.groups[SHARDS], self._team.device)
+        if not known and self._by_torch(unwrap(model), self._stage):
+            return
+        members = divide(model, self._block_bytes, known)
+        self.members += members
         homes = list(self._make_homes(members, self._stage))
         for home in homes:
             self.fill_with_chiefs(home)
         self.move_in(model, homes)
+
+    def _by_torch(self, model: nn.Module, stage: Stage) -> bool:
+        """Give a model that is new to torch's FSDP2, where that was asked for and can have it."""
+        team, group = self._team, stage.group
+        wanted = team.communication == "fsdp"
+        plain = self._gathers and self._sums.are_exact and not (team.recovery or team.outer.name)
+        if not (wanted and plain and self.zero == 3 and group.world_size > 1):
+            return False
+        if not isinstance(group, ProcessGroupCollective) or group.device_type != team.device.type:
+            return False
+        from spartito.engine.sharding import fully_sharded  # torch's FSDP2 takes a second to come
+
+        blocks = units(model, self._block_bytes)
+        if reason := fully_sharded.why_not(model, blocks):
+            if team.is_chief:
+                note("shards by our own engine, and not by FSDP2: %s", reason)
+            return False
+        mesh = fully_sharded.make_mesh(group, team.device)
+        homes = [
+            fully_sharded.FullyShardedHome(each, stage, mesh) for each in blocks if each.parameters
+        ]
+        for home in homes:
+            self.fill_with_chiefs(home)
+        enclosed = fully_sharded.Enclosed(model, homes, mesh)
+        team.closing.append(partial(fully_sharded.let_go, enclosed.group_holders))
+        self.members += [home.members for home in homes]
+        self.move_in(model, homes)
+        return True
 
     def gradients(self, model: nn.Module, optimizer: Optimizer) -> Prepared:
         """As `Exchange.gradients`."""
@@ -296,7 +329,7 @@ class Sharded:
             shown.homes = []
         self._hooks, self.learned = [], []
         self.homes.clear()
-        self._stage = make_stage(self._team.groups[SHARDS])
+        self._stage = make_stage(self._team.groups[SHARDS], self._team.device)
         return list(self._make_homes(self.members, self._stage))
 
     def _make_homes(self, members: Sequence[Members], stage: Stage) -> Iterator[Home]:

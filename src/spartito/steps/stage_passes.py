@@ -46,8 +46,6 @@ from spartito.steps.computation import no_gradient
 from spartito.steps.prepared import Pair
 from spartito.steps.task_end import told as cause
 
-CPU = torch.device("cpu")
-
 
 @dataclass
 class StagePasses:
@@ -60,6 +58,7 @@ class StagePasses:
         position: Which of its tasks this is.
         schedule: The name of the order of a step.
         couple: Is called once it is known what this task has.
+        device: Where it computes.
         unread: Read what was loaded before the model got its values.
         plan: Where stages begin and who keeps what, once a first batch has come.
         spans: When this task computed what in the last step.
@@ -71,6 +70,7 @@ class StagePasses:
     position: int
     schedule: str
     couple: Callable[[Pair], None]
+    device: torch.device
     unread: list[Callable[[], None]] = field(default_factory=list)
     plan: dict[str, Any] | None = None
     spans: list[Span] = field(default_factory=list)
@@ -95,7 +95,7 @@ class StagePasses:
         def call() -> Any:
             looks = not has_loss and not torch.is_grad_enabled()
             begins = BeginAtLosses(part.size) if looks else nullcontext()
-            with _uncompiled(), autocast(pair.precision, CPU), begins:
+            with _uncompiled(), autocast(pair.precision, self.device), begins:
                 return forward(pair.model, part.data, has_loss)
 
         return call
@@ -178,7 +178,7 @@ class StagePasses:
             parameter, grad = parameters[name], grads.get(name)
             if parameter.is_meta or len({stage % self.shape.tasks for stage in stages}) == 1:
                 continue
-            flat = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype)
+            flat = parameter.new_zeros(parameter.numel() + 1)
             if grad is not None:
                 flat[:-1], flat[-1] = grad.reshape(-1), 1
             total = messages.add(flat, number, stages)
@@ -221,7 +221,7 @@ class StagePasses:
     def _loss(self, loss: LossFunction | None, output: Any, part: Batch) -> WeightedLoss:
         is_exact = self.pair.randomness is not None
         trains = torch.is_grad_enabled()
-        with autocast(self.pair.precision, CPU):
+        with autocast(self.pair.precision, self.device):
             if loss is not None and not trains:
                 found = look(loss, output, part)
             else:
@@ -247,7 +247,7 @@ class StagePasses:
         return made
 
 
-def told(group: Collective, output: Any, like: Any, source: int) -> Any:
+def told(group: Collective, output: Any, like: Any, source: int, device: torch.device) -> Any:
     """The output of one task of a group, on all of them.
 
     Args:
@@ -255,12 +255,17 @@ def told(group: Collective, output: Any, like: Any, source: int) -> Any:
         output: That of task ``source``, None on others.
         like: The same without values.
         source: Who has it.
+        device: Where it is to be.
     """
     if group.world_size == 1:
         return output
 
     def tell(tensor: Tensor) -> Tensor:
-        mine = torch.empty(0) if output is None else tensor.reshape(tensor.shape or (1,))
+        mine = (
+            torch.empty(0, device=device)
+            if output is None
+            else tensor.reshape(tensor.shape or (1,))
+        )
         found = group.all_gather_rows(mine)[source]
         return found if tensor.dim() else found[0]
 
@@ -314,9 +319,9 @@ def outside() -> Iterator[None]:
         enter(before)
 
 
-def draws(model: nn.Module, *args: Any, **kwargs: Any) -> Draws:
+def draws(model: nn.Module, *args: Any, device: torch.device, **kwargs: Any) -> Draws:
     """What a forward pass draws at random; nothing is computed."""
-    return record(model, lambda: model(*args, **kwargs)).drawn
+    return record(model, lambda: model(*args, **kwargs), device).drawn
 
 
 def _uncompiled() -> AbstractContextManager[None]:

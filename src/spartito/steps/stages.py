@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito.accelerators import begin_backward
 from spartito.checkpoint.cuts import Cut
 from spartito.checkpoint.saved_state import Saved
 from spartito.cluster.spec import ClusterSpec
@@ -22,7 +23,6 @@ from spartito.data.batch import Batch
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.gradients import LocalGradients
 from spartito.engine.loss import LossFunction
-from spartito.engine.memory_check import give_back_memory
 from spartito.engine.meta_models import is_unmade, make_buffers, make_parameters
 from spartito.engine.optimizers import unwrap
 from spartito.errors import UserError
@@ -49,6 +49,7 @@ from spartito.steps.stage_passes import (
 from spartito.steps.team import Team
 from spartito.steps.tensor_parallel import TensorParallel
 from spartito.steps.topology import Connected, Grid
+from spartito.system import give_back_memory
 
 
 def mesh_of_stages(
@@ -118,7 +119,8 @@ class Lines:
         rank_of = [tasks - 1 - stage % tasks for stage in range(tasks * self.per_task)]
         mail = connect(rendezvous, ranks)
         rendezvous.keep(mail)
-        self._messages = Messages(mail, ranks.index(cluster.rank), rank_of, self.traffic)
+        rank = ranks.index(cluster.rank)
+        self._messages = Messages(mail, rank, rank_of, self.traffic, rendezvous.device)
         return found
 
     @property
@@ -176,10 +178,11 @@ class Stages:
         if groups.joins or groups[LAYERS].world_size > 1:
             self._inside.lay_out(model)  # shards of all stages, until the first batch
         elif self._team.recovery is not None:  # who joins later has no part in making them
-            make_parameters(model, model.named_parameters(), groups.world)
-            make_buffers(model)
+            named = model.named_parameters()
+            make_parameters(model, named, groups.world, device=self._team.device)
+            make_buffers(model, self._team.device)
         else:
-            make_buffers(model)
+            make_buffers(model, self._team.device)
 
     def bring(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
         """As `Placement.bring`; the exchange gets parameters once it is known who keeps them."""
@@ -263,7 +266,8 @@ class Stages:
         """What is asked for before the first batch, all tasks have."""
         model, passes = unwrap(pair.model), self.pipelines.of(pair)
         if passes.piped.starts is None and is_unmade(model):
-            make_parameters(model, model.named_parameters(), self._team.groups.world)
+            world, device = self._team.groups.world, self._team.device
+            make_parameters(model, model.named_parameters(), world, device=device)
             pair.gradients = self.gradients(model, pair.optimizer)[1]
             passes.read()
 
@@ -286,7 +290,8 @@ class Stages:
         parameters = dict(pair.model.named_parameters())
         piped.divide(starts, plan["owners"], pair.optimizer)
         pair.order = list(piped.order)
-        make_parameters(pair.model, parameters.items(), team.groups.world, piped.keeps)
+        world = team.groups.world
+        make_parameters(pair.model, parameters.items(), world, piped.keeps, team.device)
         pair.shared = tensors_of(piped.model)  # those of others are let go of
         if team.is_chief and starts:
             begins = ", ".join(start.path for start in starts)
@@ -328,6 +333,7 @@ class Pipelines:
         split: str | Sequence[str],
         divide: Callable[[StagePasses, dict[str, Any]], None],
     ) -> None:
+        begin_backward(team.device)  # of most stages the last operation is no loss
         self._team, self.lines, self.shape = team, lines, shape
         self.schedule, self._split, self._divide = schedule, split, divide
         here = lines.grid.mesh.coordinates(team.tasks.rank)[PIPELINE]
@@ -345,11 +351,13 @@ class Pipelines:
             pair: It.
             couple: Is called once it is known what this task has of it.
         """
-        piped = PipedModel(pair.model, self.shape.stages, self.own)
-        passes = StagePasses(pair, piped, self.shape, self._position, self.schedule, couple)
+        piped = PipedModel(pair.model, self.shape.stages, self.own, self._team.device)
+        passes = StagePasses(
+            pair, piped, self.shape, self._position, self.schedule, couple, self._team.device
+        )
         self.passes[id(pair.optimizer)] = passes
         if pair.randomness is not None:
-            pair.randomness.look = partial(draws, piped.model)
+            pair.randomness.look = partial(draws, piped.model, device=self._team.device)
         if self._team.is_chief and has_batchnorm(pair.model) and self.shape.microbatches > 1:
             note(
                 "BatchNorm sees one microbatch at a time: numbers are those of %d small batches "
@@ -401,7 +409,7 @@ class Pipelines:
         with telling(self.messages, self._team.task):
             output, sums, like = passes.look(batch, loss, True, self.messages)
         total, weight = self._line.all_reduce(sums).tolist()
-        return total, weight, told(self._line, output, like, self._last)
+        return total, weight, told(self._line, output, like, self._last, self._team.device)
 
     def predict(self, pair: Pair, batch: Batch, has_loss: bool) -> Any:
         """As `Computation.predict`."""
@@ -410,7 +418,7 @@ class Pipelines:
         loss = nothing if has_loss else None  # it tells how the model is called
         with telling(self.messages, self._team.task):
             output, _, like = passes.look(shown, loss, False, self.messages)
-        output = told(self._line, output, like, self._last)
+        output = told(self._line, output, like, self._last, self._team.device)
         if not batch.size:
             output = no_rows(output)
         return output if has_loss else without_loss(output)

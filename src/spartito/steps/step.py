@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito import heartbeat
+from spartito.accelerators import wide
 from spartito.checkpoint.saved_state import Saved
 from spartito.checkpoint.saving import CopyMemory, Tasks, Unwritten, gather_together, save_together
 from spartito.checkpoint.write_plan import Local
@@ -27,6 +28,7 @@ from spartito.cluster.spec import NO_RANK, ClusterSpec, Task
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader
+from spartito.data.placing import Placing
 from spartito.data.source import PerWorker
 from spartito.engine import clipping
 from spartito.engine.batchnorm import (
@@ -37,7 +39,7 @@ from spartito.engine.batchnorm import (
 from spartito.engine.checksum import ROUNDING, DriftedError
 from spartito.engine.denormals import Denormals, flushed
 from spartito.engine.devices import divide_cores, move
-from spartito.engine.gradients import Number
+from spartito.engine.host_reads import Number, read
 from spartito.engine.loss import LossFunction, weigh
 from spartito.engine.memory_check import check_memory
 from spartito.engine.meta_models import is_unmade, making, plan_values
@@ -67,7 +69,7 @@ from spartito.names import nearest
 from spartito.outer.group_values import Replicas, Values
 from spartito.outer.joined_groups import JoinedGroups
 from spartito.steps.batches import Placed, Together
-from spartito.steps.computation import no_gradient
+from spartito.steps.computation import Evaluated, no_gradient
 from spartito.steps.coordination import Coordination
 from spartito.steps.distributed import Distributed, StepResult
 from spartito.steps.groups import Groups
@@ -166,7 +168,7 @@ class Step:
     ) -> tuple[nn.Module, Optimizer]:
         """As `Strategy.prepare`."""
         team, placement = self.team, self.parts.placement
-        precision = choose_precision(settings.precision, team.device)
+        precision = choose_precision(settings.precision, team.device, team.task.type != "ps")
         settings = replace(settings, precision=precision)
         settings.check()
         self.parts.exchange.check(optimizer, settings)
@@ -180,7 +182,7 @@ class Step:
                 plan_values(unwrap(model), precision)
                 with making(unwrap(model)):
                     placement.lay_out(unwrap(model))
-            if not is_unmade(model):
+            if team.device.type != "cpu" or not is_unmade(model):
                 move(model, team.device, optimizer)
             convert(model, precision)
             made = make_optimizer(optimizer, model)
@@ -252,14 +254,15 @@ class Step:
         chain = self._divisible(chain, shard[1]) if training else chain
         if training:
             chain = team.outer.divided(chain, team.pairs.in_use)
-        loader, group = Loader(chain, shard, order), team.groups.data
+        placing = Placing(team.device)
+        loader, group = Loader(chain, shard, order, placing), team.groups.data
         uneven = isinstance(chain.source, PerWorker) and shard[1] > 1
         batches = Together(loader, group) if uneven else loader
         pair = team.pairs.used or next(iter(team.pairs.all), None)
         if pair is not None and training and chain.steps_per_epoch is not None:
             team.outer.tell_length(-(-chain.steps_per_epoch // pair.accumulate))
         found = Placed(
-            batches, team.device, self.enter, group, self.denormals,
+            batches, placing, self.enter, group, self.denormals,
             team.pairs if training else None, self.parts.placement.account.counted,
         )  # fmt: skip
         return team.outer.placed(found, training)
@@ -338,7 +341,7 @@ class Step:
         self.recovery.saw(output, batch)
         return output
 
-    def evaluate(self, batch: Batch, loss: LossFunction | None) -> tuple[float, float, Any]:
+    def evaluate(self, batch: Batch, loss: LossFunction | None) -> Evaluated:
         """As `Strategy.evaluate`."""
         return self.computation.evaluate(self.team.pairs.meant("evaluate()"), batch, loss)
 
@@ -403,7 +406,7 @@ class Step:
         if pair.clip_norm is None and not skips:
             return False
         norm = self.global_norm(pair)
-        if skips and not (isfinite(norm) and isfinite(loss)):
+        if skips and not all(map(isfinite, read([norm, loss]))):
             return True
         if pair.clip_norm is not None:
             pair.gradients.clip(pair.clip_norm, norm)
@@ -445,7 +448,7 @@ class Step:
                 of_fraction.setdefault(fraction, []).append(grad)
         total = torch.zeros(1, dtype=torch.float64)
         for fraction, grads in of_fraction.items():
-            norm = torch.nn.utils.get_total_norm(grads).double().cpu()
+            norm = torch.nn.utils.get_total_norm(grads).cpu().double()
             total += norm.square() * fraction
         return model.all_reduce(pair.gradients.sum(total)).sqrt()[0]
 
@@ -556,8 +559,8 @@ class Step:
             if op == "sum":
                 return group.all_reduce(value.clone())
             if op == "mean":
-                wide = value.double()
-                both = torch.stack([wide.sum(), wide.new_tensor(float(wide.numel()))])
+                total = wide(value).sum()
+                both = torch.stack([total, torch.full_like(total, value.numel())])
                 group.all_reduce(both)
                 return both[0].div(both[1]).to(torch.promote_types(value.dtype, torch.float32))
             if op in ("max", "min"):

@@ -10,13 +10,12 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import suppress
 from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import NoReturn
 
-from spartito import status
+from spartito import status, system
 from spartito.errors import PreemptedError, SpartitoError, TaskLostError, show
 from spartito.ps.job import Job
 from spartito.steps.task_record import write_record
@@ -106,11 +105,7 @@ def is_caught(number: int) -> bool:
     """Whether somebody has a handler for it, also one that Python does not know (faulthandler)."""
     if signal.getsignal(number) not in (signal.SIG_DFL, None):
         return True
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        caught = next(line for line in lines if line.startswith("SigCgt"))
-        return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
-    return False
+    return system.is_caught(number)
 
 
 def uncaught() -> BaseException | None:

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-import resource
-import sys
 from pathlib import Path
 from typing import Any
 
 from spartito.cluster.spec import Task
 from spartito.storage import write_file_atomically
+from spartito.system import peak_memory
 
 FOLDER = "tasks"
-
-
-def peak_memory() -> int:
-    """The most memory that this process had in RAM so far, shared pages included, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def write_record(run_dir: Path, task: Task, figures: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito.accelerators import generator_states, set_generator_states
 from spartito.checkpoint.cuts import Cut
 from spartito.checkpoint.saved_state import Saved
 from spartito.collectives.collective import Traffic
@@ -161,7 +162,9 @@ class TensorParallel:
         elif len(tensors) == len(list(own.parameters())) + len(list(own.buffers())):
             self._cut(own, Tensor.detach)
         if (layers := groups[LAYERS]).world_size > 1:
-            torch.set_rng_state(layers.broadcast(torch.get_rng_state()))
+            device = self._team.device
+            states = [layers.broadcast(state) for state in generator_states(device)]
+            set_generator_states(device, states)
 
     def gradients(self, model: nn.Module, optimizer: Optimizer) -> Prepared:
         """As `Placement.gradients`."""
@@ -494,7 +497,8 @@ class MeshAgreement:
         common = [each for each in coordination.parameters() if id(each) not in specs]
         coordination.compare_in(group, common, order)
         if group.world_size > 1:
-            drawn = group.all_gather(torch.tensor([checksum([torch.get_rng_state()])]))
+            states = generator_states(team.device)
+            drawn = group.all_gather(torch.tensor([checksum(states)]))
             if unlike := outliers([each.item() for each in drawn]):
                 raise different(
                     group,

@@ -24,6 +24,7 @@ from spartito.strategies.one_device import OneDeviceStrategy
 from spartito.strategies.parameter_server import ParameterServerStrategy
 from spartito.strategies.pipeline import PipelineStrategy
 from spartito.strategies.sharded import ShardedStrategy
+from spartito.strategies.tpu import TPUStrategy
 
 
 def strategy(name: str | None = None, **options: Any) -> Strategy:
@@ -115,5 +116,6 @@ __all__ = [
     "PipelineStrategy",
     "StepResult",
     "Strategy",
+    "TPUStrategy",
     "strategy",
 ]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from spartito.collectives.ways import THROUGH_HOST
 from spartito.steps.one_copy import OneCopy, OneMemory, check_devices
 from spartito.steps.parts import Parts
 from spartito.steps.replicated import Replicated
@@ -15,7 +16,10 @@ from spartito.strategies.declaration import Strategy
 
 @dataclass(frozen=True, eq=False)
 class CentralStorageStrategy(Strategy):
-    """Replicas on the CPUs of one machine that compute with the same memory, read in place.
+    """Replicas of one machine and one copy of the parameters, in memory that all of them share.
+
+    On CPUs they compute with that copy, read in place. On accelerators each has the values for a
+    step: gradients come to the host, which keeps the optimizer's state, and new values go back.
 
     Each replica adds up the gradients of its part of the elements, updates it in place, and holds
     the optimizer's state of that part alone; the numbers are those of one device. torch's
@@ -46,6 +50,7 @@ class CentralStorageStrategy(Strategy):
         Returns:
             What these are made of.
         """
-        check_devices(self.parameter_device, self.device)
+        check_devices(self.parameter_device)
+        team.communication = THROUGH_HOST
         exchange = OneCopy(team)
         return Parts(OneMemory(), Replicated(team, exchange), exchange)

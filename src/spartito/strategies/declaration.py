@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito.accelerators import use
 from spartito.checkpoint.saving import Unwritten
 from spartito.cluster.limits import time_limit
 from spartito.cluster.recovery import Recovery
@@ -63,14 +64,16 @@ class Strategy:
 
     Args:
         cluster: All tasks of the job; None asks the environment.
-        device: Where this process computes; None is its own GPU, else the CPU.
+        device: Where this process computes; None is its own accelerator, else the CPU.
         sync_batchnorm: Whether BatchNorm is one over the global batch; None: where training is
             deterministic, and where the model has torch's SyncBatchNorm.
         timeout: Seconds that a wait for another task may take; None is ``SPARTITO_TIMEOUT``.
         communication: "auto" is the fastest way that all tasks share: on CPUs shared memory inside
             a machine and sockets between machines, on GPUs NCCL. "sockets" leaves shared memory
             out. "process_group" is torch's process group for the device in any case (gloo, NCCL);
-            "ddp" too, and reduces while backward runs, as on GPUs.
+            "ddp" too, and reduces while backward runs, as on GPUs; "fsdp", under sharded, has
+            torch's FSDP2 gather and reduce, as on GPUs. Devices that tasks share go through the
+            host's memory.
         flush_denormals: Whether denormal numbers are 0 where tasks compute, which is faster.
         recovery: How a training goes on when a task is lost; None asks ``SPARTITO_RECOVERY``,
             without which a loss ends it.
@@ -85,6 +88,8 @@ class Strategy:
     """Whether groups of another strategy may train so."""
     recovers: ClassVar[bool] = False
     """Whether a training may outlive the loss of a task."""
+    by_fsdp: ClassVar[bool] = False
+    """Whether torch's FSDP2 may be its engine."""
     without: ClassVar[tuple[str, ...]] = ()
     """The options of a job that it has no use for."""
 
@@ -133,6 +138,7 @@ class Strategy:
         self._refuse_inside(whole, outer)
         job = whole.job
         device = choose_device(whole.device, whole._tasks)
+        use(device)
         team = Team(self.name, job, device, outer, whole.timeout, whole.communication)
         if not team.is_evaluator:
             team.check(team.cluster)
@@ -171,6 +177,11 @@ class Strategy:
                 )
             if each.name in self.without and value != each.default:
                 raise UserError(f"{each.name}={value!r} under {self.name}", "Leave it out.")
+        if whole.communication == "fsdp" and not whole.by_fsdp:
+            raise UserError(
+                f"communication='fsdp' under {whole.name}: FSDP2 keeps models in shards",
+                "Choose strategy sharded, or leave it out.",
+            )
         if outer is not None and not self.nests:
             raise UserError(
                 f"{whole.name} with {self.name} inside",
@@ -186,7 +197,7 @@ class Strategy:
                     "Choose mirrored, multi_worker_mirrored, sharded, mesh or pipeline.",
                 )
             return None
-        found = chosen_recovery(whole.recovery, team.cluster, whole.communication, team.device)
+        found = chosen_recovery(whole.recovery, team.cluster, whole.communication)
         if found is not None and team.outer.name and strategy_info(self.name).divides_model:
             raise UserError(
                 f"recovery under {team.outer.name} with {self.name} inside",
@@ -348,7 +359,9 @@ class Strategy:
         """
         return self.engine.flush()
 
-    def evaluate(self, batch: Batch, loss: LossFunction | None) -> tuple[float, float, Any]:
+    def evaluate(
+        self, batch: Batch, loss: LossFunction | None
+    ) -> tuple[float | Tensor, float | Tensor, Any]:
         """The loss of one batch, without a gradient; all tasks call it, also those without rows.
 
         Args:
@@ -356,7 +369,8 @@ class Strategy:
             loss: A function of output and target; None for a model that computes its own.
 
         Returns:
-            This task's sum of losses, its weight, and the output (None where it had no rows).
+            This task's sum of losses, its weight, and the output (None where it had no rows). What
+            only the device knows of the two is a scalar there, which nobody has waited for.
         """
         return self.engine.evaluate(batch, loss)
 

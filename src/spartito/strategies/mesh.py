@@ -83,11 +83,6 @@ class MeshStrategy(Strategy):
         topology = Grid(mesh, layout.batch_axis, self.zero > 0)
         exchange: Exchange = AllReduce(team, compress=self.compress, overlaps=False)
         if self.zero:
-            if team.device.type != "cpu":
-                raise UserError(
-                    f"zero={self.zero} of a mesh on {team.device}: shards are for CPUs so far",
-                    "Take device='cpu', or leave zero out.",
-                )
             exchange = Sharded(team, self.zero, self.block_bytes, compress=self.compress)
         placement = TensorParallel(team, exchange, mesh, layout, self.names, self.strict)
         recovery: Recovering = EndsWithLoss()

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from spartito.cluster.limits import time_limit
 from spartito.cluster.recovery import Recovery
 from spartito.declared import Declared
@@ -37,10 +35,9 @@ MIRRORED = "multi_worker_mirrored"
 class ParameterServerStrategy(Strategy):
     """Workers push gradients to parameter servers and pull values, each at its own speed.
 
-    The batch size is global: one push is a worker's part of it. A worker that is alone on a
-    machine with several GPUs uses all of them (not run on GPUs yet). With ``recovery`` the job
-    outlives a chief that computes nothing: another process goes on from its journal, and is waited
-    for.
+    The batch size is global: one push is a worker's part of it. Servers compute on CPUs, workers
+    where they like: each has one device. With ``recovery`` the job outlives a chief that computes
+    nothing: another process goes on from its journal, and is waited for.
 
     Args:
         max_staleness: None lets nobody wait for anybody; s >= 1 grants a pull only while no push
@@ -129,8 +126,6 @@ class ParameterServerStrategy(Strategy):
         team = ServedTeam(self.name, self.job, device)
         if not team.is_evaluator:
             team.check(team.cluster)
-        if team.task.type == "ps":
-            team.device = torch.device("cpu")
         team.service = service = Service.of(team, rules, options, self.groups, apart)
         own, inside = service.group_of(team.task), self._check_inside(service)
         if service.apart is not None and own >= 0:

@@ -87,11 +87,6 @@ class PipelineStrategy(Strategy):
             raise UserError(
                 "communication='ddp' in a pipeline", "DDP wraps whole models: take 'auto'."
             )
-        if team.device.type != "cpu":
-            raise UserError(
-                f"a pipeline on {team.device}: its messages are for CPUs so far",
-                "Take device='cpu', or mirrored on GPUs.",
-            )
         rules, tasks = read_rules(self.layout), team.tasks.world_size
         mesh = mesh_of_stages(self.mesh, self.stages, per_task, tasks)
         if team.is_evaluator:  # alone: it has the whole model

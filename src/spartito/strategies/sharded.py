@@ -25,6 +25,8 @@ class ShardedStrategy(Strategy):
     On one machine stage 3 needs no gathering: the parameters exist once, in memory that all
     replicas read. Elsewhere a block is gathered before its module computes, forward and backward,
     and freed behind it; what else computes with its parameters has them gathered until the update.
+    Between accelerators, and with ``communication="fsdp"``, torch's FSDP2 does that beside the
+    computation, for models that it can have.
 
     Parameters stay the user's own, under their names; an optimizer sees its replica's elements
     during its step. It must update each element by itself, as torch's Adam, SGD and most others
@@ -42,7 +44,7 @@ class ShardedStrategy(Strategy):
     """
 
     name = "sharded"
-    recovers = True
+    recovers = by_fsdp = True
 
     zero: int = 3
     copies: int = 1
@@ -76,11 +78,12 @@ class ShardedStrategy(Strategy):
 
     def _check(self, team: Team) -> None:
         if team.communication == "ddp":
-            raise UserError("sharded with communication='ddp'", "Choose 'auto', or mirrored.")
-        if team.device.type != "cpu":
+            raise UserError("sharded with communication='ddp'", "Choose 'fsdp', or mirrored.")
+        if team.communication == "fsdp" and (self.zero < 3 or self.compress is not None):
+            given = f"zero={self.zero}" if self.zero < 3 else f"compress={self.compress!r}"
             raise UserError(
-                f"sharded on {team.device}: it runs on CPUs",
-                "Choose mirrored or multi_worker_mirrored for GPUs, or device='cpu'.",
+                f"communication='fsdp' with {given}: FSDP2 has all in shards, and sends it whole",
+                "Choose 'process_group', or leave one of them out.",
             )
         if self.offload:
             raise UserError(

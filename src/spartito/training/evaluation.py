@@ -8,10 +8,11 @@ from itertools import chain as flatten
 from itertools import islice
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
+from spartito.engine.host_reads import Number, added, on_host
 from spartito.engine.loss import LossFunction
 from spartito.errors import UserError
 from spartito.heartbeat import EVALUATE, beat
@@ -21,6 +22,7 @@ from spartito.training.batch_blame import note_batch
 from spartito.training.callback import Callback, hooks
 from spartito.training.loops.clock import StepLogs
 from spartito.training.metrics import Metric
+from spartito.training.metrics.base import encode
 from spartito.training.metrics.gathering import MetricSet, computed
 from spartito.training.train_modes import evaluating
 
@@ -53,7 +55,7 @@ class Evaluation:
         logs = StepLogs(self._metrics)
         for callback in callbacks:
             callback.on_test_begin()
-        losses = [0.0, 0.0]
+        losses: list[Number] = [0.0, 0.0]
         examples = 0
         self._strategy.coordination.synchronize()
         with evaluating(self._model):
@@ -69,15 +71,15 @@ class Evaluation:
                     except Exception as error:
                         note_batch(error, batch, self._chain, f"in evaluation step {number + 1}")
                         raise
-                    losses[0] += loss
-                    losses[1] += weight
+                    losses = [added(losses[0], loss), added(losses[1], weight)]
                     examples += batch.size
                     self._metrics.update(output, batch)
-                    if end and losses[1]:
+                    if end and (isinstance(losses[1], Tensor) or losses[1]):
                         logs.last = losses[0], losses[1]
                     for hook in end:
                         hook(number, logs)
-        loss, weight, examples_in_all = self._batches.total((), [*losses, examples])
+        own, states = on_host((losses, self._metrics.states()))  # the one wait for the device
+        loss, weight, examples_in_all = self._batches.total((), [*map(float, own), examples])
         if not examples_in_all:
             raise UserError("an evaluation without examples", "Give it some data.")
         if not weight:
@@ -87,7 +89,7 @@ class Evaluation:
             )
         found = {"loss": loss / weight}
         if self._metrics:
-            parts = self._batches.collect(self._metrics.state())
+            parts = self._batches.collect(encode(states))
             found |= computed(self._metrics.merged(parts, {}))
         for callback in callbacks:
             callback.on_test_end(found)

@@ -23,12 +23,13 @@ from spartito.report.evaluations import append_evaluation
 from spartito.report.figures import VALIDATION, duration, figure, scalars
 from spartito.report.page import write_report
 from spartito.storage.atomic import is_whole
+from spartito.system import process_began
 from spartito.training.callback import Callback, Training
 from spartito.training.callbacks.early_stopping import EarlyStopping
 from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
 from spartito.training.callbacks.tensorboard import TensorBoard
 from spartito.training.evaluation import Evaluation
-from spartito.training.heartbeat import Observation, Signal, look, process_began
+from spartito.training.heartbeat import Observation, Signal, look
 from spartito.training.history import History
 
 POLL_SECONDS = 0.25

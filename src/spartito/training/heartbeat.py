@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -60,16 +59,6 @@ def look(directory: Path) -> Observation | None:
         return None
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{file} cannot be understood: {error}", "Remove it.") from error
-
-
-def process_began() -> float:
-    """When this process began, in seconds since 1970; now, where the system does not tell."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return time.time()
-    since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
 
 
 class Heartbeat(Callback):

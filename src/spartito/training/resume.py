@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spartito.checkpoint.manager import CheckpointManager, identify_checkpoint
 from spartito.data.dataset import Dataset
+from spartito.data.source import BlockSource
 from spartito.engine.optimizers import unwrap
 from spartito.errors import UserError
 from spartito.steps.coordination import Coordination
@@ -17,7 +19,7 @@ from spartito.training.callback import Callback
 if TYPE_CHECKING:
     from spartito.training.trainer import Trainer
 
-_ORDER = ("batch_size", "examples", "drop_remainder", "shuffled", "seed")
+_ORDER = ("batch_size", "examples", "drop_remainder", "shuffled", "seed", "blocks")
 
 
 def meaning(chain: Dataset, steps: int | None, seed: int) -> dict[str, Any]:
@@ -28,9 +30,19 @@ def meaning(chain: Dataset, steps: int | None, seed: int) -> dict[str, Any]:
         "drop_remainder": chain.drop_remainder,
         "shuffled": chain.shuffled,
         "seed": seed if chain.seed is None else chain.seed,
+        "blocks": _blocks(chain),
         "repeats": chain.repeats,
         "steps_per_epoch": steps,
     }
+
+
+def _blocks(chain: Dataset) -> str | None:
+    """What the order of examples in blocks depends on besides."""
+    if not isinstance(chain.source, BlockSource):
+        return None
+    edges = chain.source.edges
+    cut = zlib.crc32(edges.astype("<i8").tobytes())
+    return f"{chain.live or 1} of {len(edges) - 1} (checksum {cut:08x})"
 
 
 def trained_on(trainer: Trainer, chain: Dataset, steps: int | None) -> dict[str, Any]:
@@ -58,6 +70,7 @@ def check_position(saved: dict[str, Any], now: dict[str, Any]) -> None:
     then = saved.get("meaning")
     if then is None:  # a checkpoint of an earlier version
         return
+    then = {"blocks": None, **then}  # which earlier versions had none of
     position, done = saved["data"], saved["done"]
     keys = list(_ORDER) if position["step"] else []
     if done:

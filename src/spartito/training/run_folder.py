@@ -8,13 +8,12 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from spartito import status
+from spartito import __version__, status
 from spartito.aside import put_aside
 from spartito.engine.optimizers import unwrap
 from spartito.errors import UnwritableError
@@ -174,7 +173,7 @@ class RunFolder(Callback):
         trainer, model = self.trainer, self.trainer.model
         cluster, found = trainer.coordination.cluster, summarize(unwrap(model))
         return {
-            "spartito": version("spartito"),
+            "spartito": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
             "cluster": {

@@ -12,6 +12,7 @@ from torch import nn
 from spartito import status
 from spartito.checkpoint.manager import read_sections
 from spartito.data.dataset import Dataset, as_dataset
+from spartito.engine.devices import move
 from spartito.engine.loss import LossFunction, make_loss
 from spartito.engine.optimizers import NoOptimizer, OptimizerLike, unwrap
 from spartito.engine.recompute import Recompute, recompute
@@ -134,6 +135,8 @@ class Trainer:
             deterministic=deterministic,
             seed=seed,
         )
+        if isinstance(self.loss, nn.Module):  # it may have weights of its own
+            move(self.loss, self.strategy.engine.team.device, self.optimizer)
         self.scheduler = make_scheduler(scheduler, self.optimizer)
         self.schedule = Schedule(self.scheduler, scheduler_interval, scheduler_monitor)
         self.coordination.follow(self.schedule.by_step)

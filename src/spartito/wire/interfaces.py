@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import socket
-import struct
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
+from spartito.system import ipv4_of, ipv6_addresses
 from spartito.wire.addresses import is_loopback
 from spartito.wire.ports import is_own
 
-SIOCGIFADDR = 0x8915
-IPV6_TABLE = Path("/proc/net/if_inet6")
 ELSEWHERE = "192.0.2.1"
 """An address for documentation: the default route goes there."""
 
 
 def address_of(interface: str) -> str:
     """The IPv4 address of ``interface``, else its IPv6 address that is not link-local, else ""."""
-    if found := _ipv4(interface):
+    if found := ipv4_of(interface):
         return found
-    for address, scope, name in _ipv6_addresses():
-        if name == interface and scope != "20":
+    for address, on_its_link, name in ipv6_addresses():
+        if name == interface and not on_its_link:
             return address
     return ""
 
@@ -33,10 +30,10 @@ def interface_of(address: str) -> str:
         address = "127.0.0.1"
     if ":" in address:
         wanted = address.partition("%")[0]
-        return next((name for known, _, name in _ipv6_addresses() if known == wanted), "")
+        return next((name for known, _, name in ipv6_addresses() if known == wanted), "")
     with suppress(OSError):
         for _, name in socket.if_nameindex():
-            if _ipv4(name) == address:
+            if ipv4_of(name) == address:
                 return name
     return ""
 
@@ -99,27 +96,3 @@ def _source(host: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))  # a datagram socket sends nothing: it only picks a route
         return str(probe.getsockname()[0])
-
-
-def _ipv4(interface: str) -> str:
-    try:
-        import fcntl  # not on every system
-    except ImportError:
-        return ""
-    request = struct.pack("256s", interface.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            found = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
-        except OSError:
-            return ""  # there is no such interface, or it has no IPv4 address
-    return socket.inet_ntoa(found[20:24])
-
-
-def _ipv6_addresses() -> list[tuple[str, str, str]]:
-    """The address, the scope (20: link-local) and the interface of each IPv6 address."""
-    found = []
-    with suppress(OSError):
-        for line in IPV6_TABLE.read_text().splitlines():
-            number, _, _, scope, _, name = line.split()
-            found.append((socket.inet_ntop(socket.AF_INET6, bytes.fromhex(number)), scope, name))
-    return found

@@ -11,12 +11,12 @@ import errno
 import mmap
 import socket
 import struct
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
+from spartito.system import keep_alive_options, wake_after
 from spartito.wire.limits import RECORD, SILENCE
 
 Socket = socket.socket
@@ -244,10 +244,9 @@ class Sealed(Recorded):
 
         On a slow line that would be ten times as often.
         """
-        if count != self._wakes and sys.platform == "linux":
+        if count != self._wakes:
             self._wakes = count
-            with suppress(OSError):  # it takes the time of who waits, and nothing else
-                self._below.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+            wake_after(self._below, count)
 
     def _fill(self) -> int:
         if self._start:  # all that is checked was handed out
@@ -306,16 +305,10 @@ def keep_alive(connection: Connection, silence: int = SILENCE) -> None:
         silence: Seconds without a reply after which it ends; of these the first half pass until it
             is asked, each second then.
     """
-    options = {
-        "TCP_KEEPIDLE": max(1, silence // 2),
-        "TCP_KEEPINTVL": 1,
-        "TCP_USER_TIMEOUT": 1000 * silence,
-    }
     with suppress(OSError):  # no TCP
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in options.items():
-            if hasattr(socket, name):  # of Linux
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        for option, value in keep_alive_options(silence).items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def blank(size: int) -> memoryview:

@@ -8,7 +8,6 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -19,28 +18,34 @@ from spartito.cluster.resolver import remarks
 from spartito.cluster.spec import NO_RANK, ClusterSpec
 from spartito.collectives.placement import PROCESS_GROUP
 from spartito.declared import declared_by
-from spartito.device import (
-    available_cores,
-    available_memory,
-    cgroup_memory,
-    cgroup_quota,
-    machine_memory,
-)
 from spartito.doctor.facts import network
 from spartito.doctor.findings import Facts, Memory, Space
 from spartito.errors import UserError
 from spartito.registry import default_name
+from spartito.system import (
+    CGROUPS,
+    PROC,
+    affinity,
+    host_key,
+    machine_memory,
+    memory_folder,
+    shares_memory,
+)
+from spartito.system.capacity import (
+    available_cores,
+    available_memory,
+    cgroup_memory,
+    cgroup_quota,
+)
+from spartito.system.files import temporary_folder
 from spartito.wire.addresses import split_address
 from spartito.wire.interfaces import own_name
 
 PACKAGES = ("spartito", "torch")
-BOOT = Path("/proc/sys/kernel/random/boot_id")
-NETWORK = Path("/proc/self/ns/net")
-CGROUP_SPACE = Path("/proc/self/ns/cgroup")
-CGROUP = Path("/proc/self/cgroup")
-MEMINFO = Path("/proc/meminfo")
-CGROUPS = Path("/sys/fs/cgroup")
-SHM = Path("/dev/shm")
+BOOT = PROC / "sys/kernel/random/boot_id"
+NETWORK = PROC / "self/ns/net"
+CGROUP_SPACE = PROC / "self/ns/cgroup"
+CGROUP = PROC / "self/cgroup"
 
 
 def collect(spec: ClusterSpec, env: Mapping[str, str], seconds: float) -> Facts:
@@ -59,7 +64,7 @@ def collect(spec: ClusterSpec, env: Mapping[str, str], seconds: float) -> Facts:
         machine=machine,
         network=f"{machine}/{_link(NETWORK)}",
         cpus=_cpus(machine, quota),
-        ipc=f"{machine}/{SHM.stat().st_dev if SHM.is_dir() else 0}",
+        ipc=host_key(),
         source=spec.source,
         plan=plan_of(spec, env, len(gpus)),
         remarks=list(remarks(spec, env)),
@@ -70,11 +75,11 @@ def collect(spec: ClusterSpec, env: Mapping[str, str], seconds: float) -> Facts:
         quota=None if math.isinf(quota) else quota,
         omp_num_threads=env.get("OMP_NUM_THREADS"),
         memory=memory(),
-        shm=space(SHM) if SHM.is_dir() else None,
-        disks=[space(Path.cwd()), space(Path(tempfile.gettempdir()))],
+        shm=None if (memory_at := memory_folder()) is None else space(memory_at),
+        disks=[space(Path.cwd()), space(temporary_folder())],
         gpus=gpus,
         process_group=process_group,
-        shared_memory=communication == "auto",
+        shared_memory=communication == "auto" and shares_memory(),
         refusal=_refusal(env) if process_group else "",
         names=names,
         routes=network.routes(names),
@@ -105,7 +110,7 @@ def plan_of(spec: ClusterSpec, env: Mapping[str, str], gpus: int) -> str:
     return f"This is {spec.task} by {spec.source}: {rank}, strategy {strategy}{meeting}"
 
 
-def memory(meminfo: Path = MEMINFO, cgroups: Path = CGROUPS, own: Path = CGROUP) -> Memory:
+def memory(meminfo: Path | None = None, cgroups: Path = CGROUPS, own: Path = CGROUP) -> Memory:
     """The machine's memory in bytes, what is available to us, and our cgroup's limit."""
     total = machine_memory(meminfo).get("MemTotal", 0)
     free = available_memory(meminfo, cgroups, own)
@@ -146,10 +151,11 @@ def _refusal(env: Mapping[str, str]) -> str:
 
 def _cpus(machine: str, quota: float) -> str:
     """Tasks share a quota with their own cgroup, and cores without one with all who have them."""
-    affinity = str(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ""
     # Inside of containers the cgroup's path may be the same for all.
     own = [] if math.isinf(quota) else [str(quota), _text(CGROUP) + _link(CGROUP_SPACE)]
-    return hashlib.sha256("\n".join([machine, affinity, *own]).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join([machine, str(sorted(affinity())), *own]).encode()).hexdigest()[
+        :16
+    ]
 
 
 def _version(package: str) -> str:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from spartito.doctor.findings import Name, Route
 from spartito.doctor.parallel import at_once
+from spartito.system import PROC
 from spartito.wire.interfaces import interface_of, resolve, source_address
 
-PROC = Path("/proc")
 LISTENS = "0A"
-"""The state of a listening socket in /proc/net/tcp."""
+"""The state of a listening socket in the kernel's tables."""
 
 
 def resolve_names(hosts: Iterable[str], end: float) -> list[Name]:

@@ -23,8 +23,8 @@ class Stage(ABC):
     `meet`, which brings what the others have for one's own shard.
     """
 
-    def __init__(self, group: Collective) -> None:
-        self.group = group
+    def __init__(self, group: Collective, device: torch.device) -> None:
+        self.group, self.device = group, device
 
     def length(self, dtype: torch.dtype) -> int:
         """The most elements of a row."""
@@ -58,7 +58,7 @@ class SharedStage(Stage):
     """
 
     def __init__(self, group: SharedMemoryCollective) -> None:
-        super().__init__(group)
+        super().__init__(group, torch.device("cpu"))
         self._shared, self._turn = group, 0
         self._segment = group.segment(2 * group.world_size * ROUND)
         self._known: dict[tuple[int, int, torch.dtype], Tensor] = {}
@@ -114,7 +114,7 @@ class SentStage(Stage):
     """In any other group: a row goes to its owner."""
 
     def rows(self, length: int, dtype: torch.dtype) -> Tensor:
-        self._out = torch.empty(self.group.world_size, length, dtype=dtype)
+        self._out = torch.empty(self.group.world_size, length, dtype=dtype, device=self.device)
         return self._out
 
     def meet(self) -> Sequence[Tensor]:
@@ -124,6 +124,8 @@ class SentStage(Stage):
         self.group.all_gather_into(whole, own)
 
 
-def make_stage(group: Collective) -> Stage:
-    """The fastest way of a group; all of its tasks call this."""
-    return SharedStage(group) if isinstance(group, SharedMemoryCollective) else SentStage(group)
+def make_stage(group: Collective, device: torch.device) -> Stage:
+    """The fastest way of a group, for values on a device; all of its tasks call this."""
+    if isinstance(group, SharedMemoryCollective):
+        return SharedStage(group)
+    return SentStage(group, device)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 
 from torch import nn
 
@@ -52,6 +53,43 @@ class Layout:
     def shard(self, rank: int) -> list[Section]:
         """The sections of a rank's shard."""
         return self.sections(rank * self.length, (rank + 1) * self.length)
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """Parameters of these shapes, of which each shard has the same number of rows (dim 0).
+
+    As torch's FSDP2 cuts them. Shards lie one after the other in a flat tensor: of each parameter
+    ``lengths`` elements, of which the last shards may have some that are nobody's.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    shards: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each parameter."""
+        return tuple(map(prod, self.shapes))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Elements of each parameter in a shard."""
+        return tuple(-(-shape[0] // self.shards) * prod(shape[1:]) for shape in self.shapes)
+
+    @property
+    def length(self) -> int:
+        """Elements of a shard."""
+        return sum(self.lengths)
+
+    def shard(self, rank: int) -> list[Section]:
+        """The sections of a rank's shard."""
+        found, offset = [], 0
+        for number, (size, length) in enumerate(zip(self.sizes, self.lengths, strict=True)):
+            start, stop = (min(each * length, size) for each in (rank, rank + 1))
+            if start < stop:
+                found.append(Section(number, start, stop, offset))
+            offset += length
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +141,49 @@ def divide(model: nn.Module, least: int, taken: Iterable[int] = ()) -> list[Memb
         ]
 
     walk(model)
+    return found
+
+
+def units(model: nn.Module, least: int) -> list[Members]:
+    """As `divide`, where all parameters of a block become whole by one call.
+
+    A parameter that several blocks use belongs to the block around them, with all that is beside
+    it: their modules are no blocks then.
+
+    Args:
+        model: Any module.
+        least: Bytes.
+
+    Returns:
+        The blocks, children before parents, the model last, which may have no parameters.
+    """
+    tops = {block.module for block in divide(model, least)} | {model}
+    while True:
+        owners = _owners(model, tops)
+        using: dict[nn.Parameter, set[nn.Module]] = {}
+        for module, top in owners.items():
+            for parameter in module.parameters(recurse=False):
+                using.setdefault(parameter, set()).add(top)
+        apart = {top for found in using.values() if len(found) > 1 for top in found} - {model}
+        if not apart:
+            break
+        tops -= apart
+    found = {module: [p for p, (top,) in using.items() if top is module] for module in tops}
+    order = [module for module in model.modules() if module in tops]
+    return [Members(module, tuple(found[module])) for module in reversed(order)]
+
+
+def _owners(model: nn.Module, tops: Collection[nn.Module]) -> dict[nn.Module, nn.Module]:
+    """The block of each module: itself, or the nearest one around it."""
+    found: dict[nn.Module, nn.Module] = {}
+
+    def walk(module: nn.Module, top: nn.Module) -> None:
+        if module not in found:
+            found[module] = module if module in tops else top
+            for child in module.children():
+                walk(child, found[module])
+
+    walk(model, model)
     return found
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from spartito.engine.sharding.hidden_parameters import computes_in
 from spartito.engine.sharding.homes import GatheredHome, Home, whole_homes
 
 
@@ -70,8 +71,7 @@ class _Around:
     """The hooks of one module, which may be called inside of itself.
 
     What autograd saves of a block for the backward pass it has to ask for then, on whatever way
-    gradients come. Calls in other threads only count random numbers (`engine.randomness`): all
-    values do.
+    gradients come.
     """
 
     def __init__(self, homes: Sequence[GatheredHome]) -> None:
@@ -80,15 +80,15 @@ class _Around:
 
     def before(self, module: nn.Module, given: Any) -> None:
         """Gather."""
-        if get_ident() == self._thread:
+        if computes_in(self._thread):
             for home in self._homes:
                 home.gather()
-            self._saving.append(_saving())
+            self._saving.append(saving())
             self._saving[-1].__enter__()
 
     def after(self, module: nn.Module, given: Any, output: Any) -> None:
         """Free."""
-        if get_ident() != self._thread or not self._saving:
+        if not computes_in(self._thread) or not self._saving:
             return
         self._saving.pop().__exit__()
         computing_again = torch._C._current_graph_task_id() != -1
@@ -97,7 +97,7 @@ class _Around:
                 home.free()
 
 
-def _saving() -> saved_tensors_hooks:
+def saving() -> saved_tensors_hooks:
     """What autograd saves of a gathered block is that block; the rest as it is saved already."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 

@@ -25,7 +25,7 @@ class Hidden(nn.Parameter):
     """A parameter that has a shape, a dtype and a gradient, and no values.
 
     A function of torch that asks for those has them gathered first; parameters get this class by
-    `cover`, and lose it by `uncover`. Other threads than the one that covered them see none.
+    `cover`, and lose it by `uncover`. Calls that `computes_in` knows nothing of see none.
     """
 
     asleep = False
@@ -44,7 +44,7 @@ class Hidden(nn.Parameter):
         if not _needs_none(func) and not Hidden.asleep:
             for parameter in list(_hidden([*args, *given.values()])):
                 home, thread = vars(parameter).get("_home", (None, 0))
-                if home is not None and thread == get_ident():
+                if home is not None and computes_in(thread):
                     home.gather_to_stay()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **given)
@@ -60,6 +60,18 @@ class Hidden(nn.Parameter):
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse."""
         raise no_copies()
+
+
+def computes_in(thread: int) -> bool:
+    """Whether a call is of the model's own computation.
+
+    Calls in other threads only count random numbers (`spartito.engine.randomness`): all values do.
+    A backward pass, which may compute again what it needs, has threads of its own on devices.
+
+    Args:
+        thread: The one that prepared the model.
+    """
+    return get_ident() == thread or torch._C._current_graph_task_id() != -1
 
 
 def no_copies() -> UserError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NoReturn, SupportsIndex
+from typing import Any, NoReturn, Protocol, SupportsIndex
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,6 +20,59 @@ from spartito.engine.sharding.block_transport import Stage
 from spartito.engine.sharding.blocks import Layout, Members, Section
 from spartito.engine.sharding.hidden_parameters import cover, no_copies, uncover
 from spartito.errors import UserError
+
+
+class BlockOfHome(Protocol):
+    """What waits for an update of a block's parameters: sums, and whole gradients in ``.grad``."""
+
+    @property
+    def home(self) -> Home:
+        """The block."""
+        ...
+
+    missing: int
+    parts: dict[int, Any]
+
+    def begin_pass(self, syncs: bool) -> None:
+        """Before a backward pass, in which gradients are summed, or not."""
+        ...
+
+    def end_pass(self) -> None:
+        """After it."""
+        ...
+
+    def discard(self, discards: bool) -> None:
+        """Whether the next backward pass counts for nothing."""
+        ...
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether there are sums."""
+        ...
+
+    def clear(self) -> None:
+        """Forget them."""
+        ...
+
+    def scale(self, factor: float) -> None:
+        """Multiply them."""
+        ...
+
+    def meet(self, replicas: Collective) -> None:
+        """Add up those of the tasks that have the same shards; all call it."""
+        ...
+
+    def whole_sums(self) -> list[Tensor]:
+        """Those of all shards, by the parameters; all call it."""
+        ...
+
+    def reduce(self) -> None:
+        """Add the whole gradients that wait on all replicas to the sums; all call it."""
+        ...
+
+    def give(self, idle: frozenset[int]) -> None:
+        """Let the optimizer find the sums of all parameters but those that nobody has used."""
+        ...
 
 
 class Home(ABC):
@@ -63,6 +116,18 @@ class Home(ABC):
     @abstractmethod
     def fill(self, values: Iterable[Tensor]) -> None:
         """Take these values, one at a time, equal on all replicas; all call this."""
+
+    def block(self, learn: set[int], used: set[int]) -> BlockOfHome | None:
+        """What waits for an update of this block, where that does not wait in ``.grad``.
+
+        Args:
+            learn: The ids of an optimizer's parameters.
+            used: Gets the ids of those that had a gradient.
+
+        Returns:
+            None where it does.
+        """
+        return None
 
     def gather(self) -> None:  # noqa: B027 - most have them there
         """Let the parameters show all values; all replicas call it."""
@@ -160,7 +225,7 @@ class WholeHome(Home):
 
     def __init__(self, members: Members, stage: Stage) -> None:
         super().__init__(members, stage)
-        self._flat = torch.zeros(self.size, dtype=self.dtype)
+        self._flat = torch.zeros(self.size, dtype=self.dtype, device=stage.device)
         self.own = self._shard(self._flat)
 
     def fill(self, values: Iterable[Tensor]) -> None:
@@ -255,12 +320,14 @@ class GatheredHome(Home):
 
     def __init__(self, members: Members, stage: Stage) -> None:
         super().__init__(members, stage)
-        self.own = torch.zeros(self.layout.length, dtype=self.dtype)
+        self.own = torch.zeros(self.layout.length, dtype=self.dtype, device=stage.device)
         self._make_memory()
         self._left: list[tuple[StorageWeakRef, int]] = []  # with the updates before it
         self._updates = 0
         nothing = torch.tensor(float("nan") if self.dtype.is_floating_point else 0)
-        self._nothing = [nothing.to(self.dtype).expand(p.shape) for p in self.parameters]
+        self._nothing = [
+            nothing.to(stage.device, self.dtype).expand(p.shape) for p in self.parameters
+        ]
         self.is_whole, self._is_kept = True, False
         self._before: Tensor | None = None  # what others may have written into since
 
@@ -301,8 +368,8 @@ class GatheredHome(Home):
         if self.is_whole:
             self._take_moved()
             if self._before is not None:
-                self.was_written |= not torch.equal(_bits(self._before), _bits(self._flat))
-            if not torch.equal(_bits(self._shard(self._flat)), _bits(self.own)):
+                self.was_written |= not same_bits(self._before, self._flat)
+            if not same_bits(self._shard(self._flat), self.own):
                 self.own.copy_(self._shard(self._flat))
                 self.was_written = True
             self.publish()
@@ -322,7 +389,7 @@ class GatheredHome(Home):
             self._before = None
 
     def _make_memory(self) -> None:
-        self._flat = torch.empty(0, dtype=self.dtype)
+        self._flat = torch.empty(0, dtype=self.dtype, device=self.stage.device)
         self._flat.resize_(self.size)
         self._views = self.views(self._flat)
 
@@ -343,19 +410,28 @@ class GatheredHome(Home):
 
         def again() -> Tensor:
             self.gather()
-            found = torch.empty(0, dtype=dtype).set_(self._flat.untyped_storage(), *form)
+            found = self._flat.new_empty(0, dtype=dtype).set_(self._flat.untyped_storage(), *form)
             found = torch._neg_view(found) if negative else found
             return found.conj() if conjugate else found
 
         return again
 
 
-whole_homes: WeakValueDictionary[int, GatheredHome] = WeakValueDictionary()
+class Saves(Protocol):
+    """What can give a tensor of gathered memory once more."""
+
+    def saved(self, like: Tensor) -> Callable[[], Tensor]:
+        """As `GatheredHome.saved`."""
+        ...
+
+
+whole_homes: WeakValueDictionary[int, Saves] = WeakValueDictionary()
 """The blocks that are gathered now, by the address of their memory."""
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have the same bits."""
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def settle(homes: Collection[Home], group: Collective, writers: float) -> None:

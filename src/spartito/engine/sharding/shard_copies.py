@@ -24,6 +24,7 @@ from spartito.collectives.calls import encode
 from spartito.collectives.collective import Collective
 from spartito.collectives.pages import PAGE
 from spartito.collectives.shared_memory import SharedMemoryCollective
+from spartito.collectives.staged import on_host
 from spartito.collectives.tcp import SocketCollective, views
 from spartito.errors import UserError
 
@@ -181,7 +182,8 @@ class OwnCopy(Memory):
 
 def check_group(group: Collective) -> None:
     """Raise `UserError` for a group whose tasks can keep no copies for each other."""
-    if not isinstance(group, SharedMemoryCollective | SocketCollective) and group.world_size > 1:
+    host = on_host(group)
+    if not isinstance(host, SharedMemoryCollective | SocketCollective) and group.world_size > 1:
         raise UserError(
             "recovery of shards with several tasks on each of several machines",
             "Add communication='sockets': then each shard has its copy on another machine.",
@@ -190,11 +192,12 @@ def check_group(group: Collective) -> None:
 
 def make_memory(group: Collective, sizes: Sequence[int], local_ranks: Sequence[int]) -> Memory:
     """Memory of a group, whose tasks all call this and have these ranks on their machines."""
-    if isinstance(group, SharedMemoryCollective):
-        return SharedCopies(group, sizes)
-    if isinstance(group, SocketCollective):
+    host = on_host(group)
+    if isinstance(host, SharedMemoryCollective):
+        return SharedCopies(host, sizes)
+    if isinstance(host, SocketCollective):
         order = sorted(range(group.world_size), key=lambda rank: (local_ranks[rank], rank))
-        return SentCopies(group, sizes, order)
+        return SentCopies(host, sizes, order)
     return OwnCopy(sizes)
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import ref
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +15,15 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from spartito.collectives.collective import Collective, Piggybacked
+from spartito.collectives.process_group import ProcessGroupCollective
+from spartito.engine.checksum import OTHERS_LEARN, different, outliers
 from spartito.engine.compression import CompressedSum, Compression
 from spartito.engine.divided_update import DividedUpdates, Span
-from spartito.engine.gradients import (
-    Accumulated,
-    Number,
-    different_batches,
-    refuse_sparse,
-)
-from spartito.engine.sharding.blocks import Section
+from spartito.engine.gradients import Accumulated, different_batches, refuse_sparse
+from spartito.engine.host_reads import Number
 from spartito.engine.sharding.hidden_parameters import asleep
-from spartito.engine.sharding.homes import Home, settle
+from spartito.engine.sharding.homes import BlockOfHome, Home, settle
+from spartito.engine.sharding.shard_parts import parts_of
 
 MANY = 1 << 20
 """More than there are replicas: two counts travel as one number."""
@@ -59,7 +58,7 @@ class ShardedGradients(DividedUpdates):
         self._is_whole = compression is not None
         self._is_last = True
         self._hooks: list[RemovableHandle] = []
-        self._blocks: list[_Block] = []
+        self._blocks: list[_Block | BlockOfHome] = []
         self._is_early = self._discards = self._is_passing = False
         self.are_met = False
         """Whether all meet behind each update anyway."""
@@ -79,6 +78,20 @@ class ShardedGradients(DividedUpdates):
     def before_forward(self, is_last: bool, epoch: int) -> None:
         super().before_forward(is_last, epoch)
         self._is_last = is_last
+        group = self._collective
+        by_torch = not all(isinstance(block, _Block) for block in self._blocks)
+        if by_torch and isinstance(group, ProcessGroupCollective) and group.is_gloo:
+            with group.current_call.during("step"):
+                self._compare_what_learns(group)
+
+    def _compare_what_learns(self, group: ProcessGroupCollective) -> None:
+        """Find who is at another call, or freezes alone, before torch's own calls abort by that."""
+        mine = crc32(
+            bytes(p.requires_grad for block in self._blocks for p in block.home.parameters)
+        )
+        found = [int(each) for each in group.all_gather(torch.tensor([mine]))]
+        if unlike := outliers(found):
+            raise different(group, unlike, *OTHERS_LEARN)
 
     def gather(self) -> None:
         for home in dict.fromkeys(self._homes.values()):
@@ -88,8 +101,8 @@ class ShardedGradients(DividedUpdates):
         found = super().begin(loss_divisor)
         if self._is_early and (self._is_last or not self._is_whole):
             self._is_passing, self._next = True, 0
-            for block in self._blocks:
-                block.missing = block.count
+        for block in self._blocks:
+            block.begin_pass(self._is_passing)
         return found
 
     def add(self, loss: Number, weight: Number) -> None:
@@ -97,27 +110,34 @@ class ShardedGradients(DividedUpdates):
         if self._is_passing:
             self._reduce_until(len(self._blocks))
             self._is_passing = False
+        for block in self._blocks:
+            block.end_pass()
 
     @contextmanager
     def discarding(self) -> Iterator[None]:
-        self._discards = True
+        self._discard(True)
         try:
             with super().discarding():
                 yield
         finally:
-            self._discards = False
+            self._discard(False)
+
+    def _discard(self, discards: bool) -> None:
+        self._discards = discards
+        for block in self._blocks:
+            block.discard(discards)
 
     def clear(self) -> None:
         super().clear()
         self._used.clear()
         for block in self._blocks:
-            block.sums, block.is_sent = None, False
+            block.clear()
         for part in self._parts.values():
             part.own.grad = None
 
     @property
     def _holds_any(self) -> bool:
-        return super()._holds_any or any(block.sums is not None for block in self._blocks)
+        return super()._holds_any or any(block.holds_any for block in self._blocks)
 
     def update(self, step: Callable[[], None]) -> None:
         super().update(step)
@@ -163,7 +183,7 @@ class ShardedGradients(DividedUpdates):
         self._meet_replicas()
         for block in self._blocks:
             if total[0] and total[0] != self.loss_divisor:
-                block.sum.mul_(self.loss_divisor / total[0])
+                block.scale(self.loss_divisor / total[0])
             block.give(idle)
         return total[0], total[1], total[2:-3]
 
@@ -176,12 +196,10 @@ class ShardedGradients(DividedUpdates):
         self._meet_replicas()
         grads: dict[int, Tensor] = {}
         for block in self._blocks:
-            whole = block.sum.new_zeros(block.home.size)
-            block.home.stage.spread(block.sum, whole.view(block.home.layout.shards, -1))
-            views = block.home.views(whole)
-            grads |= {id(p): g for p, g in zip(block.home.parameters, views, strict=True)}
+            parameters = block.home.parameters
+            grads |= {id(p): g for p, g in zip(parameters, block.whole_sums(), strict=True)}
             if self._replicas.rank:  # what was added up counts once
-                block.sum.zero_()
+                block.scale(0.0)
         idle = self._idle()
         sums = torch.tensor([self.weight, self.loss], dtype=torch.float64)
         weight, loss = self._collective.all_reduce(sums).tolist()
@@ -198,7 +216,7 @@ class ShardedGradients(DividedUpdates):
     def _meet_replicas(self) -> None:
         if self._replicas.world_size > 1 and not self._is_whole:
             for block in self._blocks:
-                self._replicas.all_reduce(block.sum)
+                block.meet(self._replicas)
 
     def _idle(self) -> frozenset[int]:
         """The parameters (by id) that no replica has a gradient for."""
@@ -210,18 +228,20 @@ class ShardedGradients(DividedUpdates):
     def _plan(self) -> None:
         self._checked = False
         self.leave()
-        waiting = {id(block.home): block.sums for block in self._blocks}
+        waiting = {id(b.home): b.sums for b in self._blocks if isinstance(b, _Block)}
         learn = {id(parameter) for parameter in self.parameters}
         homes = dict.fromkeys(self._homes[key] for key in map(id, self.parameters))
         order = {id(home): number for number, home in enumerate(self._homes.values())}
         self._blocks = [
-            _Block(home, learn, self._used, self._sum_of(home), waiting.get(id(home)))
+            home.block(learn, self._used)
+            or _Block(home, learn, self._used, self._sum_of(home), waiting.get(id(home)))
             for home in sorted(homes, key=lambda home: -order[id(home)])
         ]
         here = ref(self)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(_tell, here, number))
             for number, block in enumerate(self._blocks)
+            if isinstance(block, _Block)
             for parameter in block.home.parameters
             if id(parameter) in learn and parameter.requires_grad
         ]
@@ -257,7 +277,9 @@ class ShardedGradients(DividedUpdates):
 
     def _reduce_until(self, end: int) -> None:
         while self._next < end:
-            self._blocks[self._next].reduce(counts=not self._discards)
+            block = self._blocks[self._next]
+            if isinstance(block, _Block):
+                block.reduce(counts=not self._discards)
             self._next += 1
 
 
@@ -266,30 +288,6 @@ def _tell(gradients: Callable[[], ShardedGradients | None], number: int, given: 
     last = next(reversed(hooks.values())) if hooks else None
     if found is not None and getattr(last, "func", None) is _tell:  # else a hook comes behind
         found._tell(number)
-
-
-class _Part:
-    """This replica's elements of a parameter, as one that an optimizer can have."""
-
-    def __init__(self, whole: nn.Parameter, section: Section, home: Home) -> None:
-        self.whole, self.section = whole, section
-        self._is_all = section.stop - section.start == whole.numel()
-        self.own = nn.Parameter(self.of(home.own), requires_grad=whole.requires_grad)
-        self.state: dict[str, Any] | None = None
-
-    def of(self, shard: Tensor) -> Tensor:
-        """These elements of a flat shard of the block."""
-        part = shard[
-            self.section.offset : self.section.offset + self.section.stop - self.section.start
-        ]
-        return part.view(self.whole.shape) if self._is_all else part
-
-    def cut(self, value: Any) -> Any:
-        """As `Owned.cut`."""
-        whole = isinstance(value, Tensor) and value.dim() and value.shape == self.whole.shape
-        if not whole or self._is_all:
-            return value
-        return value.reshape(-1)[self.section.start : self.section.stop].clone()
 
 
 class _Block:
@@ -307,16 +305,10 @@ class _Block:
         self.is_sent = False
         """Whether it was summed, compressed, since the last update."""
         self._learn, self._used = learn, used
-        layout, rank = home.layout, home.stage.group.rank
+        layout = home.layout
         self.count = sum(id(p) in learn and p.requires_grad for p in home.parameters)
         self.missing = self.count
-        self.parts = {
-            id(home.parameters[section.parameter]): _Part(
-                home.parameters[section.parameter], section, home
-            )
-            for section in layout.shard(rank)
-            if id(home.parameters[section.parameter]) in learn
-        }
+        self.parts = parts_of(home, learn)
         most = home.stage.length(home.dtype)
         self._rounds = []
         for start in range(0, layout.length, most):
@@ -329,8 +321,41 @@ class _Block:
     def sum(self) -> Tensor:
         """This replica's shard of the sums, flat."""
         if self.sums is None:
-            self.sums = torch.zeros(self.home.layout.length, dtype=self.home.dtype)
+            self.sums = self.home.own.new_zeros(self.home.layout.length)
         return self.sums
+
+    def begin_pass(self, syncs: bool) -> None:
+        """Before a backward pass, in which gradients are reduced, or not."""
+        self.missing = self.count
+
+    def end_pass(self) -> None:
+        """After it."""
+
+    def discard(self, discards: bool) -> None:
+        """Whether what comes counts for nothing: `reduce` is told."""
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether there are sums."""
+        return self.sums is not None
+
+    def clear(self) -> None:
+        """Forget them."""
+        self.sums, self.is_sent = None, False
+
+    def scale(self, factor: float) -> None:
+        """Multiply them."""
+        self.sum.mul_(factor)
+
+    def meet(self, replicas: Collective) -> None:
+        """Add up those of the tasks that have the same shards; all call it."""
+        replicas.all_reduce(self.sum)
+
+    def whole_sums(self) -> list[Tensor]:
+        """Those of all shards, by the parameters; all call it."""
+        whole = self.sum.new_zeros(self.home.size)
+        self.home.stage.spread(self.sum, whole.view(self.home.layout.shards, -1))
+        return self.home.views(whole)
 
     def reduce(self, counts: bool = True) -> None:
         """Add the gradients that wait on all replicas to the shards; all replicas call it.

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spartito.cluster.endpoints import parse_range
-from spartito.device import available_cores
 from spartito.errors import UserError
 from spartito.launch.containers.compose import write_files
 from spartito.launch.containers.plan import (
@@ -30,6 +29,7 @@ from spartito.launch.processes.roles import Roles
 from spartito.launch.recovery_options import Recovering
 from spartito.launch.target import check_folder, inside_here
 from spartito.registry import default_name, strategy_info
+from spartito.system.capacity import available_cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,11 +23,12 @@ from dataclasses import dataclass
 
 from spartito.cluster import resolve, tf_config, torchrun
 from spartito.cluster.limits import notice_limit, time_limit
-from spartito.device import memory_kills
 from spartito.launch.processes.heartbeats import Heartbeats
 from spartito.launch.processes.process import out_of_memory
-from spartito.launch.processes.reaper import Reaper, die_with_parent
+from spartito.launch.processes.reaper import Reaper
 from spartito.names import ENV_RECOVERY, ENV_SECRET, ENV_SECRET_FILE, ENV_STORE
+from spartito.system import die_with_parent, end_within
+from spartito.system.capacity import memory_kills
 
 HEARTBEAT = 5.0
 """Seconds between two lines from the launcher's machine."""
@@ -145,25 +146,10 @@ def _say(text: str) -> None:
 def _wait(task: _Kept, beats: Heartbeats) -> int:
     """Until it ends, saying what is unusual; returns its code."""
     while True:
-        if ended_within(task.popen, beats.every):
+        if end_within(task.popen, beats.every):
             return task.popen.wait()
         if not task.paused:
             beats.look([task])
-
-
-def ended_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Whether it ends within ``seconds``; nothing wakes up meanwhile where the kernel tells."""
-    try:
-        ends = os.pidfd_open(process.pid)
-    except (AttributeError, OSError):  # an old kernel, or none of Linux
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
-        return process.poll() is not None
-    try:
-        select.select([ends], [], [], seconds)
-    finally:
-        os.close(ends)
-    return process.poll() is not None
 
 
 def main(argv: Sequence[str]) -> int:

@@ -22,8 +22,8 @@ from types import FrameType
 
 from spartito.launch.hosts.agent import HEARTBEAT, OF_SSH, first_line
 from spartito.launch.processes.process import AGAIN
-from spartito.launch.processes.reaper import die_with_parent
 from spartito.names import ENV_SECRET
+from spartito.system import die_with_parent
 from spartito.wire.secret import read_secret
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

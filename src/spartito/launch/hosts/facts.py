@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from spartito.device import available_cores
 from spartito.errors import UserError
 from spartito.launch.processes.gpus import count_gpus
 from spartito.launch.target import check_program
+from spartito.system.capacity import available_cores
 from spartito.wire.interfaces import addresses_of
 
 MARK = "spartito-facts "

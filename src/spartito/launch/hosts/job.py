@@ -41,6 +41,8 @@ class Hosts(Processes):
         remote_python: the Python of the other machines; by default the same as here.
         env: names of variables that the tasks there get as well.
         log_dir: as `Local` has it.
+        share_devices: as `Local` has it.
+        mixed: as `Local` has it.
         log_format: as `Local` has it.
         notice: as `Local` has it.
         yes: as `Local` has it.

@@ -12,8 +12,8 @@ from tempfile import TemporaryFile
 from typing import IO
 
 from spartito.errors import UserError
-from spartito.launch.processes.reaper import die_with_parent
 from spartito.launch.target import quoted
+from spartito.system import die_with_parent
 
 OPTIONS = (
     *("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3"),

@@ -74,6 +74,8 @@ def needs(job: Pods) -> str:
         cpus += count * quantity("--cpus", each[0])
         memory += count * quantity("--memory", each[1])
     gpus = f", {job.roles.workers} GPUs" if job.gpus else ""
+    if job.tpu is not None:
+        gpus = f", {job.roles.workers * job.tpu.chips} TPU chips"
     return (
         f"{pods} pod{'s' if pods > 1 else ''}, {_number(cpus)} CPUs, "
         f"{_number(memory / 2**30)}Gi{gpus}"
@@ -142,7 +144,13 @@ def _about(job: Pods) -> dict[str, str]:
 
 def _about_lines(job: Pods) -> dict[str, str]:
     """What is said above lines in this job alone."""
-    found, told = {}, []
+    found, told = dict[str, str](), list[str]()
+    if job.tpu is not None:
+        found["nodeSelector:"] = "GKE makes a node pool for each slice: it has these labels."
+        found["tolerations:"] = "Nodes with TPUs are kept free of what needs none."
+        found["- name: TPU_WORKER_ID"] = (
+            "Who is in the job, and who this is, by the names that Google's programs read."
+        )
     also = "." if job.alone else ", 69 (another task was lost, or never came) too."
     found["podFailurePolicy:"] = ABOUT_LINES["podFailurePolicy:"] + also
     if job.roles.ps:

@@ -24,6 +24,7 @@ from spartito.launch.images import check_image
 from spartito.launch.job import JobSpec, check_folders_of_recipe, option
 from spartito.launch.kubernetes.file import image_of_nobody, job_file, needs
 from spartito.launch.kubernetes.plan import KINDS, PORT, Pods
+from spartito.launch.kubernetes.tpus import TpuSlice, parse_tpu
 from spartito.launch.kubernetes.values import (
     LONGEST,
     SERVICE,
@@ -55,6 +56,9 @@ class Kubernetes(Recovering, FileLauncher[Pods]):
         image: what all run.
         pull_secret: the Secret by which nodes pull it.
         gpus: whether each worker gets a GPU.
+        tpu: the slice of TPUs in GKE on which the job runs, as ``v5e:4x4``: a pod for each host of
+            it, and a worker for each device that torch sees.
+        slices: how many such slices compute together.
         cpus: the CPUs of each pod, as Kubernetes writes them: ``2``, ``500m``.
         memory: the memory of each pod, as ``4Gi``.
         queue: the queue of Kueue that admits the job.
@@ -79,6 +83,10 @@ class Kubernetes(Recovering, FileLauncher[Pods]):
         "The Secret by which nodes pull the image from its registry.", metavar="NAME"
     )
     gpus: bool = option("A GPU for each worker.", False)
+    tpu: str | None = option(
+        "The slice of TPUs in GKE, as v5e:4x4; a worker for each of its devices.", metavar="SLICE"
+    )
+    slices: int = option("With --tpu: how many such slices compute together.", 1, least=1)
     cpus: str = option("CPUs of each pod, as 2 or 500m.", "2", metavar="N")
     memory: str = option("Memory of each pod, as 4Gi.", "4Gi", metavar="SIZE")
     queue: str | None = option("The queue of Kueue that admits the job.", metavar="NAME")
@@ -107,7 +115,14 @@ class Kubernetes(Recovering, FileLauncher[Pods]):
         program, roles = job.program, job.roles()
         if self.kind not in KINDS:
             raise UserError(f"--kind {self.kind!r} is no kind of job", nearest(self.kind, KINDS))
-        strategy = job.choose(roles)
+        tpu = None if self.tpu is None else parse_tpu(self.tpu)
+        if tpu is None:
+            self._check_no_tpu()
+            strategy = job.choose(roles)
+        else:
+            tasks = self._check_tpu(job, tpu)
+            strategy = job.choose(Roles(tasks), here=tpu.tasks)
+            roles = Roles(tpu.hosts * self.slices)
         check_apart(strategy.name, roles, "each pod is a machine of its own")
         recovery = self._recovery(strategy.name, roles)
         self._check_values(roles)
@@ -121,7 +136,7 @@ class Kubernetes(Recovering, FileLauncher[Pods]):
             name=name,
             kind=self.kind,
             about=program.title,
-            command=("python", *program.argv(there, out=f"/runs/{name}", data=told)),
+            command=(*_start(tpu), *program.argv(there, out=f"/runs/{name}", data=told)),
             strategy=strategy,
             roles=roles,
             script=script,
@@ -133,6 +148,8 @@ class Kubernetes(Recovering, FileLauncher[Pods]):
             cpus=self.cpus,
             memory=self.memory,
             gpus=self.gpus,
+            tpu=tpu,
+            slices=self.slices,
             queue=self.queue,
             namespace=self.namespace,
             storage=self.storage,
@@ -174,6 +191,42 @@ class Kubernetes(Recovering, FileLauncher[Pods]):
             return None
         return recovery if self.wait is not None else Recovery(recovery.min_workers, WAIT)
 
+    def _check_no_tpu(self) -> None:
+        if self.slices != 1:
+            raise UserError(
+                f"--slices {self.slices} without --tpu", "Name the slice: --tpu v5e:4x4"
+            )
+
+    def _check_tpu(self, job: JobSpec, tpu: TpuSlice) -> int:
+        """The workers of a job on TPUs; raises `UserError` where it cannot be."""
+        asked = f"--tpu {tpu.name}"
+        if self.kind == "trainjob" or (self.kind == "job" and self.slices > 1):
+            several = f" and --slices {self.slices}" if self.slices > 1 else ""
+            raise UserError(f"--kind {self.kind} with {asked}{several}", "Use --kind jobset.")
+        if self.slices > 1 and tpu.hosts == 1:
+            raise UserError(
+                f"--slices {self.slices} of {tpu.name}, which is one host: GKE joins slices of "
+                "several hosts only",
+                "Take a larger topology.",
+            )
+        beside = [*job.roles().asked.split(), "--gpus" if self.gpus else ""]
+        beside += ["--recover" if self.recover else "", "--ports" if job.ports else ""]
+        if wrong := " ".join(filter(None, beside)):
+            raise UserError(
+                f"{wrong} with {asked}: each task is a device of the slice, which ends as a whole, "
+                f"and all meet at port {PORT}",
+                f"Leave {wrong} out.",
+            )
+        tasks = tpu.hosts * tpu.tasks * self.slices
+        if job.workers not in (None, tasks):
+            of = f" of {self.slices} slices" if self.slices > 1 else ""
+            raise UserError(
+                f"--workers {job.workers} with {asked}{of}: that is {tasks} devices, and each is a "
+                "worker",
+                f"Leave --workers out, or say {tasks}.",
+            )
+        return tasks
+
     def _check_values(self, roles: Roles) -> None:
         """Raise `UserError` for a value that Kubernetes forbids."""
         check_image(self.image)
@@ -192,9 +245,15 @@ class Kubernetes(Recovering, FileLauncher[Pods]):
                 check_name(flag, text)
 
 
+def _start(tpu: TpuSlice | None) -> tuple[str, ...]:
+    """What starts the program in a pod: on a TPU a process for each device."""
+    return ("python",) if tpu is None else ("spartito", "run", f"--workers={tpu.tasks}")
+
+
 def _check_names(job: Pods) -> None:
     """Raise `UserError` where the job's name makes no names for its pods and their service."""
-    longest = max(len(f"{role}-0-{count}") for role, count in job.counts.items()) + SUFFIX + 1
+    jobs = job.slices - 1
+    longest = max(len(f"{role}-{jobs}-{count}") for role, count in job.counts.items()) + SUFFIX + 1
     check_label("--name", job.name, SERVICE, LONGEST - longest)
 
 

@@ -7,9 +7,11 @@ import math
 import re
 from typing import Any
 
+from spartito.cluster import tpu
 from spartito.cluster.tf_config import VARIABLE
 from spartito.errors import EXIT_PREEMPTED, EXIT_USER
 from spartito.launch.kubernetes.plan import INDEX, STORE, Pods
+from spartito.launch.kubernetes.tpus import EXCLUSIVE, RESOURCE, TpuSlice
 from spartito.launch.kubernetes.values import quantity
 from spartito.launch.processes.local import RUNTIME
 from spartito.launch.yaml_text import Block, List, Mode, Row
@@ -36,6 +38,7 @@ KEPT_SECONDS = 86_400
 
 INSTANCE = "app.kubernetes.io/instance"
 NUMBER = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+SLICE = "metadata.annotations['jobset.sigs.k8s.io/job-index']"
 SECRET = "/etc/spartito"
 GPU = "nvidia.com/gpu"
 FETCH = "data"
@@ -85,6 +88,8 @@ def _object(
         queued = kind in ("Job", "JobSet", "TrainJob")
     if queued and job.queue is not None:
         metadata["labels"][QUEUE] = job.queue
+    if kind == "JobSet" and job.tpu is not None:
+        metadata["annotations"] = dict(EXCLUSIVE)
     return {"apiVersion": version, "kind": kind, "metadata": metadata, **rest}
 
 
@@ -164,11 +169,11 @@ def _replicated(job: Pods, role: str) -> Object:
     if job.kind == "trainjob" and role == "worker":
         step = Row({"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"})
         template = {"metadata": {"labels": step}, **template}
-    return {"name": role, "replicas": 1, "template": template}
+    return {"name": role, "replicas": job.slices, "template": template}
 
 
 def _job_spec(job: Pods, role: str) -> Object:
-    count = job.counts[role]
+    count = job.pods_of_each[role]
     spec: Object = {"completionMode": "Indexed", "completions": count, "parallelism": count}
     if role == STORE:  # its container is started again where it is: so it keeps its journal
         return spec | {"template": _template(job, role)}
@@ -204,6 +209,9 @@ def _template(job: Pods, role: str) -> Object:
         spec = {"subdomain": job.name, **spec}
     if job.gpus and role == "worker":
         spec["tolerations"] = [Row(key=GPU, operator="Exists", effect="NoSchedule")]
+    if job.tpu is not None:
+        spec["nodeSelector"] = job.tpu.selector
+        spec["tolerations"] = [Row(key=RESOURCE, operator="Exists", effect="NoSchedule")]
     if job.pull_secret is not None:
         spec["imagePullSecrets"] = [Row(name=job.pull_secret)]
     spec["securityContext"] = {
@@ -230,10 +238,12 @@ def _rights() -> Object:
 
 
 def _resources(job: Pods, role: str) -> Object:
-    """Requests are limits; a GPU is for a worker."""
+    """Requests are limits; GPUs and TPUs are for workers."""
     same: Object = dict(zip(("cpu", "memory"), job.size(role), strict=True))
     if job.gpus and role == "worker":
         same[GPU] = "1"
+    if job.tpu is not None and role == "worker":
+        same[RESOURCE] = str(job.tpu.chips)
     return {"requests": Row(same), "limits": Row(same)}
 
 
@@ -296,16 +306,47 @@ def _environment(job: Pods, role: str) -> list[Object]:
     if job.recovery is not None:
         shared |= {ENV_RECOVERY: job.recovery.text, ENV_STORE: address(*job.rendezvous)}
     threads = math.ceil(quantity("--cpus", job.cpus)) if role in ("chief", "worker") else 1
-    shared |= {**told, "OMP_NUM_THREADS": str(threads), **RUNTIME}
+    # What starts several processes in a pod divides its cores among them.
+    cores = {"OMP_NUM_THREADS": str(threads)} if job.tpu is None else {}
+    shared |= {**told, **cores, **RUNTIME}
     if role == "ps":
         shared["CUDA_VISIBLE_DEVICES"] = ""
     variables = [_variable(name, _plain(value)) for name, value in shared.items()]
+    if job.tpu is not None:
+        return [*_of_tpu(job, job.tpu), *variables]
     if job.alone:
         return variables
     return [
         {"name": INDEX, "valueFrom": {"fieldRef": Row(fieldPath=NUMBER)}},
         {"name": VARIABLE, "value": job.tf_config(role)},
         *variables,
+    ]
+
+
+def _of_tpu(job: Pods, asked: TpuSlice) -> list[Object]:
+    """Who is in the slice and who this is, by the names that Google's programs read.
+
+    GKE says the same to such pods. No metadata server is asked: the pod's network hides it.
+    """
+    skips = _variable(tpu.SKIP_METADATA, "true")
+    if job.alone:
+        return [skips]
+    number = "$(" + tpu.SLICE + ")"
+    hosts = [
+        job.host("worker", index) if job.slices == 1 else job.host_of(number, "worker", index)
+        for index in range(asked.hosts)
+    ]
+    several = [
+        {"name": tpu.SLICE, "valueFrom": {"fieldRef": Row(fieldPath=SLICE)}},
+        _variable(tpu.SLICES, str(job.slices)),
+        _variable(tpu.COORDINATOR, job.host("worker", 0)),
+    ]
+    return [
+        {"name": tpu.WORKER, "valueFrom": {"fieldRef": Row(fieldPath=NUMBER)}},
+        *(several if job.slices > 1 else []),
+        _variable(tpu.HOSTNAMES, ",".join(hosts)),
+        _variable(tpu.TOPOLOGY, asked.topology),
+        skips,
     ]
 
 

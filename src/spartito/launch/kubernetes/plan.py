@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import Task
 from spartito.launch.file_plan import Planned
+from spartito.launch.kubernetes.tpus import TpuSlice
 from spartito.launch.processes.roles import RESTARTS
 from spartito.wire.addresses import address
 
@@ -34,7 +35,8 @@ class Pods(Planned):
     ``script`` is the name and the text of a script that the file carries along; None where the
     image has it. ``out`` is a claim that is there already; None: the file claims one. ``cpus`` and
     ``memory`` are those of each pod, as Kubernetes writes them. ``data`` is a claim, ``url`` where
-    the data is fetched from instead. ``pull_secret`` opens the registry of the image.
+    the data is fetched from instead. ``pull_secret`` opens the registry of the image. With ``tpu``
+    each pod is a host of one of so many ``slices``, and starts a process for each device itself.
     """
 
     kind: str
@@ -48,6 +50,8 @@ class Pods(Planned):
     data: str | None = None
     url: str | None = None
     gpus: bool = False
+    tpu: TpuSlice | None = None
+    slices: int = 1
     pull_secret: str | None = None
     queue: str | None = None
     namespace: str | None = None
@@ -59,6 +63,21 @@ class Pods(Planned):
     def counts(self) -> dict[str, int]:
         """The pods of each role, the store among them where there is one."""
         return self.roles.counts | ({STORE: 1} if self.recovery is not None else {})
+
+    @property
+    def pods_of_each(self) -> dict[str, int]:
+        """The pods of each role that one Job has: a slice is one."""
+        return {role: count // self.slices for role, count in self.counts.items()}
+
+    @property
+    def who(self) -> str:
+        """As `Planned.who`; the processes of pods on TPUs are told with them."""
+        if self.tpu is None:
+            return super(Pods, self).who  # without arguments it knows no class with slots
+        tasks, pods = self.roles.workers * self.tpu.tasks, self.roles.workers
+        each = f" in {pods} pods" if pods > 1 else ""
+        several = f"{self.slices} slices" if self.slices > 1 else "a slice"
+        return f"{tasks} worker{'s' if tasks > 1 else ''}{each} on {several} {self.tpu.name}"
 
     @property
     def alone(self) -> bool:
@@ -83,8 +102,13 @@ class Pods(Planned):
 
     def host(self, role: str, index: int | str) -> str:
         """The name by which the other pods find one: host and headless service."""
-        number = index if self.kind == "job" else f"0-{index}"
-        return f"{self.name}-{role}-{number}.{self.name}"
+        if self.kind == "job":
+            return f"{self.name}-{role}-{index}.{self.name}"
+        return self.host_of(0, role, index)
+
+    def host_of(self, number: int | str, role: str, index: int | str) -> str:
+        """The same in the ``number``-th job of a role in a JobSet."""
+        return f"{self.name}-{role}-{number}-{index}.{self.name}"
 
     def address(self, role: str, index: int) -> str:
         """Where a pod listens."""

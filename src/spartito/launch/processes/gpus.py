@@ -7,11 +7,13 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from spartito.system import PROC
+
 QUERY_SECONDS = 10.0
 """How long nvidia-smi may take to list the GPUs."""
 
 
-def count_gpus(env: Mapping[str, str], proc: Path = Path("/proc")) -> int:
+def count_gpus(env: Mapping[str, str], proc: Path = PROC) -> int:
     """NVIDIA GPUs that a process with ``env`` sees, 0 where there are none."""
     visible = env.get("CUDA_VISIBLE_DEVICES")
     present = _present(proc)

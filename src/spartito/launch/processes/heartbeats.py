@@ -17,9 +17,10 @@ from spartito.errors import UserError
 from spartito.heartbeat import SIZE, Beat, file_of, life_of, stacks_file
 from spartito.launch.processes.watch import Seen, Watch
 from spartito.names import ENV_HEARTBEAT, ENV_STACKS
+from spartito.system import reserve
+from spartito.system.files import memory_folders, temporary_folder
 from spartito.wire.secret import in_file
 
-MEMORY = "/dev/shm"
 SHOWN = 4
 """Frames of a stack in a message."""
 STACKS_SECONDS = 3.0
@@ -79,7 +80,7 @@ class Heartbeats:
         stacks: Where the stacks of tasks that do not move are kept; None: nowhere.
         notice: Seconds within which a task that stands still is named; None: what
             `notice_limit` says.
-        beside: A folder that the tasks see too, for these files.
+        beside: A folder that the tasks see too, for these files; None: one in memory.
 
     Raises:
         UserError: They fit neither there nor beside temporary files.
@@ -90,7 +91,7 @@ class Heartbeats:
         say: Callable[[str], None],
         stacks: Path | None = None,
         notice: float | None = None,
-        beside: str = MEMORY,
+        beside: Path | None = None,
     ) -> None:
         self._say, self._stacks = say, stacks
         self._watch = Watch(notice_limit(notice))
@@ -222,19 +223,20 @@ class Heartbeats:
         return f"\n  the stacks of all its threads are in {path}"
 
 
-def _new_folder(beside: str) -> Path:
+def _new_folder(beside: Path | None) -> Path:
     """A new folder in ``beside``; among temporary files where that is missing, full or read-only.
 
-    Raises `UserError` where neither can be written.
+    Raises `UserError` where none can be written.
     """
+    folders = memory_folders() if beside is None else [beside, temporary_folder()]
     wrong: OSError | None = None
-    for parent in (beside, None):
+    for parent in folders:
         try:
             return _tried(tempfile.mkdtemp(prefix="spartito-", dir=parent))
         except OSError as error:
             wrong = error
     raise UserError(
-        f"neither {beside} nor the folder of temporary files has {LEAST >> 20} MiB left: {wrong}",
+        f"{' and '.join(map(str, dict.fromkeys(folders)))} cannot hold {LEAST >> 20} MiB: {wrong}",
         "Free some space there, or set TMPDIR to a folder that can be written.",
     ) from wrong
 
@@ -255,7 +257,7 @@ def _mapped(path: Path, size: int) -> mmap.mmap:
     """A new file in memory, all of it there: a hole in a full file system ends who writes to it."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(file, 0, size)
+        reserve(file, 0, size)
         return mmap.mmap(file, size)
     finally:
         os.close(file)

@@ -16,7 +16,7 @@ from spartito.launch.processes.output import JsonSink, Sink, binary
 from spartito.launch.processes.process import Failure, Process, with_logs
 from spartito.launch.processes.roles import Roles
 from spartito.launch.recovery_options import Recovering
-from spartito.names import ENV_RECOVERY, ENV_RUN_DIR, nearest
+from spartito.names import ENV_MIXED, ENV_RECOVERY, ENV_RUN_DIR, ENV_SHARE_DEVICES, nearest
 from spartito.wire.secret import insecurity
 
 
@@ -36,6 +36,14 @@ class Processes(Recovering):
         "text",
         metavar="FORMAT",
     )
+    share_devices: bool = option(
+        "Let tasks share accelerators where there are more tasks than devices.", False
+    )
+    mixed: bool = option(
+        "Let tasks that update together compute on devices of several kinds, as fast as the "
+        "slowest.",
+        False,
+    )
     result: bool = False
     environment: Mapping[str, str] | None = None
     private: tuple[str, ...] = ()
@@ -54,8 +62,10 @@ class Processes(Recovering):
             UserError: what is said of a lost worker does not go together.
         """
         env = job.environment(os.environ if self.environment is None else self.environment)
-        recovery = self.recovery
-        return env if recovery is None else env | {ENV_RECOVERY: recovery.text}
+        if self.recovery is not None:
+            env |= {ENV_RECOVERY: self.recovery.text}
+        asked = {ENV_SHARE_DEVICES: self.share_devices, ENV_MIXED: self.mixed}
+        return env | {name: "1" for name, said in asked.items() if said}
 
     @property
     def sink(self) -> type[Sink]:

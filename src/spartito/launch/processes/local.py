@@ -14,7 +14,7 @@ from spartito.cluster.address_list import ENV_ADDRESS
 from spartito.cluster.endpoints import open_hosts, port_range
 from spartito.cluster.resolver import Joined, joined
 from spartito.cluster.spec import NO_RANK, REPLICA_ROLES
-from spartito.device import available_cores
+from spartito.cluster.tpu import slice_of
 from spartito.errors import UserError
 from spartito.launch.job import JobSpec, option
 from spartito.launch.lines.job import at_machines, line_of, machines_on
@@ -25,9 +25,13 @@ from spartito.launch.processes.process import Patience, Process, process_of
 from spartito.launch.processes.roles import HOST, SEVERAL_MACHINES, Roles, task_environments
 from spartito.launch.processes.supervisor import supervise
 from spartito.launch.processes.throttle import fractions_of, slow_tasks
+from spartito.launch.processes.tpus import of_tpu
 from spartito.launch.store_keeper import kept_store
 from spartito.log import TORCH_LEVEL
 from spartito.names import ENV_SNAPSHOT_DIR
+from spartito.system.capacity import available_cores
+from spartito.system.files import temporary_folder
+from spartito.system.tpus import attached
 from spartito.wire.addresses import is_loopback, split_address
 from spartito.wire.ports import free_port, free_ports
 from spartito.wire.secret import with_secret
@@ -57,7 +61,8 @@ LAST_REPORT = 5.0
 class Local(Processes):
     """Start the processes of a job on this machine, and watch over them.
 
-    ``workers`` of the job count those of this machine: one per GPU, or one, by default. Where the
+    ``workers`` of the job count those of this machine: one per GPU, or per device of a TPU, or
+    one, by default. Where the
     environment makes this process one of several tasks (by ``TF_CONFIG``, Slurm, ``mpirun``, ...)
     and ``nnodes`` is not given, it joins their job: each task becomes so many processes. Servers,
     an evaluator and a chief start on this machine only; each task then reads in its own
@@ -67,6 +72,8 @@ class Local(Processes):
         nnodes: the machines in the job.
         node_rank: which of them this is.
         master_addr: where they meet, as ``host:port``.
+        share_devices: whether tasks share accelerators where there are more tasks than devices.
+        mixed: whether tasks that update together may compute on devices of several kinds.
         slow: tasks that run only a fraction of the time, as ``worker:1=0.25``.
         link: the line at which each task is on a machine of its own, as ``100mbit,50ms``: network
             namespaces, which need root. Such a job starts on this machine only.
@@ -151,7 +158,9 @@ class Local(Processes):
             if position.node == position.local == 0:
                 self.check_folder(job, variables)
                 self.warn(job, _open_hosts(position, joins), variables)
-            for note in _notes(position, roles.workers):
+            of_slice, odd = _of_tpu(variables, position, roles)
+            variables |= of_slice
+            for note in (*_notes(position, roles.workers), *([odd] if odd else [])):
                 self.say(f"note: {note}")
             command = [sys.executable, *job.argv()]
             if self.keeps_store(roles) and position.task is None and position.nodes == 1:
@@ -176,7 +185,7 @@ class Local(Processes):
             command = [sys.executable, *job.argv()]
             started = at_machines(machines, roles, command, env, settings, slow)
             # Each machine has a /dev/shm of its own.
-            return self._follow(started, job, env, folder, beside=tempfile.gettempdir())
+            return self._follow(started, job, env, folder, beside=temporary_folder())
 
     def _follow(
         self,
@@ -377,7 +386,7 @@ def _position_in(job: Joined, workers: int, allowed: range | None, held: ExitSta
 
 
 def _count_workers(workers: int | None, env: Mapping[str, str], job: Joined | None) -> int:
-    """As asked, else one per GPU; one in tasks that share a machine or have servers."""
+    """As asked, else one per accelerator; one in tasks that share a machine or have servers."""
     if job is not None and not job.divisible and (workers or 1) > 1:
         raise UserError(
             f"--workers {workers}, but each task of {job.source} is one process",
@@ -386,7 +395,21 @@ def _count_workers(workers: int | None, env: Mapping[str, str], job: Joined | No
     if workers is not None:
         return workers
     own = job is None or (job.divisible and not job.shares_machine)
-    return max(1, count_gpus(env)) if own else 1
+    return max(1, count_gpus(env) or _count_tpus()) if own else 1
+
+
+def _count_tpus() -> int:
+    found = attached()
+    return 0 if found is None else found.devices
+
+
+def _of_tpu(env: Mapping[str, str], position: Position, roles: Roles) -> tuple[dict[str, str], str]:
+    """What the processes that start here hear of a TPU of this machine, and what is odd of it."""
+    alone = position.trains and position.locals == 1 and not roles.asked
+    found = attached() if alone else None
+    if found is None:
+        return {}, ""
+    return of_tpu(env, found, slice_of(env), position.nodes, roles.workers)
 
 
 def check_number(processes: int, cores: int, yes: bool, where: str = "this machine") -> None:

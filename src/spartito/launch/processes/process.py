@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spartito.cluster import Task
-from spartito.device import MemoryKills
 from spartito.errors import EXIT_PREEMPTED, EXIT_TASK_LOST
 from spartito.heartbeat import Beat
 from spartito.launch.processes.logs import TaskLog, refused
 from spartito.launch.processes.output import Channel, ErrorChannel
 from spartito.launch.processes.roles import Roles
 from spartito.launch.processes.throttle import FULL
+from spartito.system.capacity import MemoryKills
 
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP})
 """Signals by which a task is lost; by others, as SIGSEGV, it fails on its own."""

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
-import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-PR_SET_PDEATHSIG = 1
+from spartito.system import KILL_MARKED
 
 MARK = "SPARTITO_JOB"
 """The environment variable by which those are found that left their process group."""
 
 # Keeps the newest list of process groups, and who has enlisted since; when the pipe closes, the
-# supervisor is gone. Who is marked may start another while we look: we look again, but not for
-# ever.
+# supervisor is gone.
 WATCH = rf"""
 while read -r line; do
     case $line in +*) groups="$groups ${{line#+}}";; *) groups=$line;; esac
 done
 for g in $groups; do kill -s KILL -- "-$g"; done
-for again in 1 2 3 4 5; do
-    found=$(grep -lsz "^{MARK}=$1\$" /proc/[0-9]*/environ)
-    [ -n "$found" ] || break
-    for path in $found; do path=${{path#/proc/}}; kill -s KILL "${{path%/environ}}"; done
-done
+mark={MARK}=$1
+{KILL_MARKED}
 shift
 [ $# = 0 ] || rm -rf -- "$@"
 """
@@ -37,9 +30,10 @@ shift
 class Reaper:
     """A shell of a few kilobytes that ends the listed process groups when we are gone.
 
-    The kernel's death signal (see `die_with_parent`) reaches only a child itself; this reaches
-    its children too. Where ``mark`` is in their environment, it reaches those that have left
-    the group as well, as daemons do. ``private`` are folders that it removes then.
+    The kernel's death signal (`spartito.system.die_with_parent`), where there is one, reaches only
+    a child itself; this reaches its children too. Where ``mark`` is in their environment, it
+    reaches those that have left the group as well, as daemons do. ``private`` are folders that it
+    removes then.
     """
 
     def __init__(self, *private: str | None) -> None:
@@ -66,7 +60,7 @@ class Reaper:
         try:
             self._shell.stdin.write((" ".join(map(str, groups)) + "\n").encode())
         except BrokenPipeError:
-            return  # someone killed the reaper; the kernel's death signal is left
+            return  # someone killed the reaper; the kernel's death signal may be left
 
     def enlist(self) -> Callable[[], None]:
         """What a child runs before its program, in a group of its own, to be watched from then on.
@@ -85,19 +79,3 @@ class Reaper:
     def close(self) -> None:
         """Dismiss the reaper; whatever is on its list or has its mark ends."""
         self._shell.communicate()
-
-
-def die_with_parent() -> Callable[[], None] | None:
-    """What a child runs before its program so that the kernel kills it when we die (Linux)."""
-    if sys.platform != "linux":
-        return None
-    # Loaded here, before the fork: a child may do little more than call it.
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    parent = os.getpid()
-
-    def arrange() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the arrangement stood
-            os._exit(128 + signal.SIGKILL)
-
-    return arrange

@@ -15,11 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from spartito.device import MemoryKills, memory_kills
 from spartito.errors import EXIT_PREEMPTED, EXIT_TASK_LOST, UserError
 from spartito.failpoints import failpoint
 from spartito.launch.processes.group_restart import fallen
-from spartito.launch.processes.heartbeats import MEMORY, Heartbeats
+from spartito.launch.processes.heartbeats import Heartbeats
 from spartito.launch.processes.job_end import done_at, done_beside, failure_of, report_failure
 from spartito.launch.processes.logs import TaskLog
 from spartito.launch.processes.output import Channel, ErrorChannel, Sink, binary
@@ -34,8 +33,10 @@ from spartito.launch.processes.process import (
     out_of_memory,
     were_preempted,
 )
-from spartito.launch.processes.reaper import Reaper, die_with_parent
+from spartito.launch.processes.reaper import Reaper
 from spartito.launch.processes.throttle import FULL, start_throttle
+from spartito.system import die_with_parent
+from spartito.system.capacity import MemoryKills, memory_kills
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DOUBLE_CLICK = 0.05
@@ -53,7 +54,7 @@ def supervise(
     stacks: Path | None = None,
     notice: float | None = None,
     on_end: Callable[[Failure | None], None] | None = None,
-    beside: str = MEMORY,
+    beside: Path | None = None,
     sink: type[Sink] = Sink,
     out: BinaryIO | None = None,
     err: BinaryIO | None = None,

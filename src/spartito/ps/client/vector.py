@@ -141,7 +141,8 @@ class SpanCopies:
         self._blank = set()
         for location in self._learned:
             now = self._part(self._tensors[location.entry].detach(), location)
-            torch.sub(self._part(starts[location.entry], location), now, out=location.view)
+            start = self._part(starts[location.entry], location)
+            torch.sub(start.to("cpu"), now.to("cpu"), out=location.view)
 
     def store_changes(self, before: SpanCopies) -> list[int]:
         """The buffers; of what counts how it changed since ``before`` was loaded.
@@ -155,6 +156,7 @@ class SpanCopies:
         self._follow()
         for number in self._others:
             pairs = list(zip(self._targets[number], before._views[number], strict=True))
+            pairs = [(now.to("cpu"), old) for now, old in pairs]
             if all(torch.equal(now, old) for now, old in pairs):
                 absent += [location.entry for location in self._locations[number]]
                 continue

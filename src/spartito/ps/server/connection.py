@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from spartito.collectives.shared_memory import host_key
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.failpoints import failpoint
@@ -51,6 +50,7 @@ from spartito.ps.protocol.transfer import state_limit, state_messages
 from spartito.ps.server.host import Host
 from spartito.ps.server.loading import Loading, read_timetable
 from spartito.ps.server.shared_link import share
+from spartito.system import host_key
 from spartito.wire.frames import Gone, ProtocolError, need
 from spartito.wire.limits import GREETING_SECONDS, LONG_HEADER
 

@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 
 from spartito.errors import UserError
+from spartito.system import reserve
 
 _NUMBER = struct.Struct("<Q")
 
@@ -24,7 +25,7 @@ class Counter:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             try:
-                os.posix_fallocate(file, 0, _NUMBER.size)  # a full disk is an error, no signal
+                reserve(file, 0, _NUMBER.size)  # a full disk is an error, no signal
                 self._memory = mmap.mmap(file, _NUMBER.size)
             finally:
                 os.close(file)

@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
-from spartito.collectives.shared_memory import supported
 from spartito.errors import TaskLostError, UserError
 from spartito.heartbeat import SERVE, beat
 from spartito.log import RareWarnings, note, warn
@@ -18,6 +17,7 @@ from spartito.ps.server.host import Served
 from spartito.ps.server.replica import Replica
 from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
+from spartito.system import shares_memory
 from spartito.wire.acceptor import Acceptor
 from spartito.wire.addresses import split_address
 from spartito.wire.dialing import reach
@@ -68,7 +68,7 @@ class Server:
     ) -> None:
         self.store, self.name, self.wire_dtype, self.key = store, name, wire_dtype, key
         self.seldom = RareWarnings()
-        self.shares = shares and supported()
+        self.shares = shares and shares_memory()
         self.sent = self.received = 0
         self.incarnation = secrets.token_hex(4)
         self._listener, self._chief, self.timeout = listener, chief, timeout

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from pathlib import Path
 
 import torch
 from msgspec.structs import replace
@@ -15,14 +13,13 @@ from spartito.ps.protocol.layout import Span
 from spartito.ps.protocol.memory import LOCAL, areas
 from spartito.ps.protocol.messages import Request, Welcome
 from spartito.ps.protocol.runtime import Channel
+from spartito.system.files import memory_folders
 from spartito.wire.frames import Gone, ProtocolError, Wire
 from spartito.wire.handshake import UnknownPeerError, challenge
 from spartito.wire.limits import GREETING_SECONDS
 from spartito.wire.listening import listen_here
 from spartito.wire.secret import Key
 from spartito.wire.streams import Socket
-
-SHARED = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 
 
 def share(wire: Channel, span: Span, welcome: Welcome, key: Key) -> tuple[Channel, Tensor, Tensor]:
@@ -31,7 +28,7 @@ def share(wire: Channel, span: Span, welcome: Welcome, key: Key) -> tuple[Channe
     Returns that, where gradients come and where values go; ``wire`` is closed.
     """
     push_at, pull_at, size = areas(span)
-    segment = Segment.create(size, [path for path in SHARED if path.is_dir()])
+    segment = Segment.create(size, memory_folders())
     path = segment.path.with_suffix(".sock")
     try:
         with listen_here(path) as local:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,9 +15,9 @@ from msgspec import structs
 from torch import Tensor
 
 from spartito.data.batch import Batch
-from spartito.data.collate import rows
 from spartito.data.dataset import Dataset
 from spartito.data.loader import Loader, used_up
+from spartito.data.placing import Placing
 from spartito.data.source import PerWorker, Source
 from spartito.engine.denormals import Denormals
 from spartito.errors import SpartitoError, UserError
@@ -112,7 +112,7 @@ class Leased(Distributed):
                 "with __iter__.",
             )
         self._computer, self._chain = computer, chain
-        self._in_memory = computer.device.type == "cpu"
+        self._placing = Placing(computer.device)
         self._coordination = computer.coordination
         slices = self._coordination.shards
         Loader(chain, (0, computer.num_replicas), seed)  # refuses what cannot be divided
@@ -386,11 +386,10 @@ class Leased(Distributed):
         return None if expected == lease.stop else expected
 
     def _placed(self, batch: Batch) -> Batch:
-        if self._in_memory:
+        if not self._placing.moves:
             return batch
-        device = self._computer.device
-        move: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(device, non_blocking=True)  # noqa: E731
-        return structs.replace(batch, data=rows(batch.data, move))
+        move = self._placing.move
+        return structs.replace(batch, data=move(batch.data), spare=move(batch.spare))
 
 
 def _members(metrics: bytes) -> list[bytes]:

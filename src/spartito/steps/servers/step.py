@@ -24,6 +24,7 @@ from spartito.collectives.rendezvous import Part, Rendezvous
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader
+from spartito.data.placing import Placing
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.buffers import listed, watched
 from spartito.engine.denormals import flushed
@@ -121,11 +122,6 @@ class Service:
             rules, workers=len(members), servers=servers, replicas=options.replicas
         )
         service = cls(rules, options, found, workers, members)
-        if service.in_groups and team.device.type != "cpu":
-            raise UserError(
-                f"groups of several workers over servers on {team.device}: they run on CPUs",
-                "Give each group one worker, or device='cpu'.",
-            )
         if found is None:
             return service
         rules = dataclasses.replace(
@@ -274,11 +270,7 @@ class ToServers(Whole):
 
     def gradients(self, model: nn.Module, optimizer: Optimizer) -> Prepared:
         """As `Exchange.gradients`."""
-        team, whole = self._team, model
-        alone = team.cluster.local_size == 1  # among the workers of this machine
-        if team.device.type == "cuda" and alone and torch.cuda.device_count() > 1:
-            whole = nn.DataParallel(model)  # divides the local batch over all its devices
-        return whole, ServedGradients(optimizer)
+        return model, ServedGradients(optimizer)
 
     def stepping(self, pair: Pair) -> AbstractContextManager[None]:
         """As `Exchange.stepping`."""
@@ -442,9 +434,10 @@ class ServedStep(Step):
         order = self._seed if seed is None else seed
         if training and self.coordination.pusher is not None:
             return Leased(self, self._divisible(chain, self._rules.workers), order)
-        batches = Loader(chain, (0, 1), order)
+        placing = Placing(self.team.device)
+        batches = Loader(chain, (0, 1), order, placing)
         alone = IdentityCollective()  # the chief evaluates by itself
-        return Placed(batches, self.team.device, self.enter, alone, self.denormals)
+        return Placed(batches, placing, self.enter, alone, self.denormals)
 
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
         if self.team.inside.several:

@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +24,7 @@ from spartito.storage.remote import (
     upload,
     whole_ones,
 )
+from spartito.system.files import temporary_folder
 from spartito.training.backups.folder import KEPT, Backups
 
 _ADVICE = "Name another folder for temporary files by TMPDIR."
@@ -43,7 +43,7 @@ class RemoteBackups(Backups):
     def __init__(self, store: Store) -> None:
         self._store, self._upload = store, ""
         identity = hashlib.sha256(store.url.encode()).hexdigest()[:16]
-        self._folder = Path(tempfile.gettempdir()) / f"spartito-{os.getuid()}"
+        self._folder = temporary_folder() / f"spartito-{os.getuid()}"
         self._folder /= f"backup-{identity}"
         self.directory = self._folder / "written"
         self._lock = -1

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 
+from spartito.engine.host_reads import read
 from spartito.training.metrics.base import Value
 from spartito.training.metrics.gathering import MetricSet
 
@@ -77,7 +78,7 @@ class StepLogs(Mapping[str, Value]):
     def __getitem__(self, name: str) -> Value:
         if name != "loss":
             return self._metrics.value(name)
-        loss, weight = map(float, self.last or (0.0, 0.0))
+        loss, weight = read(self.last or (0.0, 0.0))
         return loss / weight if weight else float("nan")
 
     def __iter__(self) -> Iterator[str]:

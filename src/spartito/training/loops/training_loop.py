@@ -10,11 +10,11 @@ from contextlib import closing
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
 from spartito.data.memory import few_rows
+from spartito.engine.host_reads import Number, added, read
 from spartito.engine.seed import random_state, set_random_state
 from spartito.failpoints import watched
 from spartito.heartbeat import DATA, EVALUATE, SERVE, STEP, beat
@@ -35,8 +35,8 @@ from spartito.training.resume import check_position, meaning, next_epoch
 class TrainingLoop:
     """Runs epochs over one data set, and knows where it is in them."""
 
-    _loss: float | Tensor
-    _weight: float | Tensor
+    _loss: Number
+    _weight: Number
 
     def __init__(self, trainer: Training, chain: Dataset, before: TrainingLoop | None) -> None:
         self.chain = chain
@@ -249,8 +249,8 @@ class TrainingLoop:
         """Count what was done, here and by others; whether an end was asked for."""
         self._done += result.batches
         self.clock.examples += result.examples
-        self._loss = self._loss + result.loss
-        self._weight = self._weight + result.weight
+        self._loss = added(self._loss, result.loss)
+        self._weight = added(self._weight, result.weight)
         self._logs.last = result.shown or self._logs.last
         trainer = self._trainer
         trainer.step += result.updates
@@ -290,7 +290,8 @@ class TrainingLoop:
 
     def sums(self) -> list[float]:
         """This task's sums of the epoch: loss and its weight."""
-        return [float(self._loss), float(self._weight)]
+        self._loss, self._weight = found = read([self._loss, self._weight])
+        return found
 
     def take(self) -> bytes:
         """The state of this task's metrics since the last call."""

@@ -11,6 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from spartito.engine.host_reads import on_host
 from spartito.engine.loss import LossFunction
 from spartito.errors import UserError
 
@@ -171,7 +172,10 @@ _PARTS = list[dict[str, Packed | list[Packed]]]
 
 
 def encode(states: Sequence[State]) -> bytes:
-    """The states of several metrics as bytes; `UserError` for what is no tensor."""
+    """The states of several metrics as bytes; `UserError` for what is no tensor.
+
+    What lies on a device comes to the host at once.
+    """
     return msgspec.msgpack.encode(
         [
             {
@@ -180,7 +184,7 @@ def encode(states: Sequence[State]) -> bytes:
                 else _pack(name, value)
                 for name, value in state.items()
             }
-            for state in states
+            for state in on_host(list(states))
         ]
     )
 
@@ -203,7 +207,7 @@ def _pack(name: str, value: Any) -> Packed:
             f"the state {name!r} of a metric is of {kind}, which cannot go to another task",
             "A state holds tensors of numbers, and lists of them.",
         )
-    rows = value.detach().cpu().contiguous()
+    rows = value.detach().contiguous()
     values = rows.reshape(-1).view(torch.uint8).numpy().tobytes()
     return Packed(str(value.dtype).removeprefix("torch."), list(value.shape), values)
 

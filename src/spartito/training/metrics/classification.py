@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from spartito.accelerators import wide
 from spartito.engine.loss import IGNORED, LossFunction
 from spartito.errors import UserError
 from spartito.names import nearest
@@ -148,7 +149,7 @@ class _PerClass(ClassMetric):
         """
         if not self.state:
             return NAN
-        counts = self.state["counts"].double()
+        counts = wide(self.state["counts"])
         if self.average == "micro":
             counts = counts.sum(0, keepdim=True)
         right, found, there = counts.unbind(1)
@@ -163,7 +164,7 @@ class _PerClass(ClassMetric):
                     'Take "macro", "micro" or "weighted".',
                 )
             return values[-1].item()
-        weights = there if self.average == "weighted" else (found + there > 0).double()
+        weights = there if self.average == "weighted" else wide(found + there > 0)
         total = weights.sum().item()
         return (values * weights).sum().item() / total if total else 0.0
 
@@ -329,8 +330,8 @@ def _columns(scores: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def _levels(scores: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
     """How many positives and negatives have each score, the highest first."""
     values, index = torch.unique(scores, return_inverse=True)
-    yes = torch.bincount(index, positive.double(), len(values)).flip(0)
-    return yes, torch.bincount(index, minlength=len(values)).double().flip(0) - yes
+    yes = torch.bincount(index, wide(positive), len(values)).flip(0)
+    return yes, wide(torch.bincount(index, minlength=len(values))).flip(0) - yes
 
 
 def _roc(scores: Tensor, positive: Tensor) -> float:

@@ -41,9 +41,13 @@ class MetricSet:
         for metric in self._metrics:
             metric.reset()
 
+    def states(self) -> list[State]:
+        """What came since the last `take`, on the devices where it is."""
+        return [metric.state_dict() for metric in self._metrics]
+
     def state(self) -> bytes:
-        """What came since the last `take`; empty without metrics."""
-        return encode([metric.state_dict() for metric in self._metrics]) if self else b""
+        """The same for other tasks; empty without metrics."""
+        return encode(self.states()) if self else b""
 
     def take(self) -> bytes:
         """The same, which is not handed in again."""

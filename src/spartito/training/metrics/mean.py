@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from spartito.accelerators import exact, wide
+from spartito.data.placing import known_to_host
+from spartito.engine.host_reads import Number, added, read
 from spartito.engine.loss import IGNORED, LossFunction, count_kept, describe
 from spartito.errors import UserError
 from spartito.training.metrics.base import NAN, Metric, State
@@ -33,8 +36,8 @@ class MeanMetric(Metric):
             something else than examples is counted.
     """
 
-    _sum: Tensor | int
-    _count: Tensor | int
+    _sum: Number
+    _count: Number
 
     def __init__(self, name: str, function: MetricFunction) -> None:
         self.function = function
@@ -43,8 +46,7 @@ class MeanMetric(Metric):
     def update(self, output: Any, target: Any, size: int) -> None:
         found = self.function(widened(output), target)
         total, count = found if isinstance(found, tuple) else (self._total(found, size), size)
-        self._sum = self._sum + (total if isinstance(total, int) else _wide(total))
-        self._count = self._count + (count if isinstance(count, int) else _wide(count))
+        self._sum, self._count = added(self._sum, total), added(self._count, count)
 
     def reset(self) -> None:
         self._sum = self._count = 0
@@ -54,7 +56,12 @@ class MeanMetric(Metric):
         return total / count if count else NAN
 
     def state_dict(self) -> State:
-        return {"sums": torch.tensor(self.sums, dtype=torch.float64)}
+        there = [part for part in (self._sum, self._count) if isinstance(part, Tensor)]
+        if not there:
+            return {"sums": torch.tensor([self._sum, self._count], dtype=torch.float64)}
+        like = wide(there[0])  # where one is, the other goes too: nobody waits for it here
+        both = (self._sum, self._count)
+        return {"sums": torch.stack([_beside(like, part) for part in both])}
 
     def merge(self, states: Sequence[State]) -> None:
         pairs = [state["sums"].tolist() for state in states if state]
@@ -64,16 +71,16 @@ class MeanMetric(Metric):
     @property
     def sums(self) -> list[float]:
         """The sum of values, and what to divide it by; this waits for the device."""
-        return [float(self._sum), float(self._count)]
+        return read([self._sum, self._count])
 
     def _total(self, found: Any, size: int) -> Any:
         value = torch.as_tensor(found)
         if value.dim() == 0:
-            return value.double() * size
+            return wide(value) * size
         if value.dtype == torch.bool and value.numel() == size:
             return value.count_nonzero()
         if value.shape[0] == size:
-            return value.sum(dtype=torch.float64) * (size / value.numel())
+            return value.sum(dtype=exact(value)) * (size / value.numel())
         raise UserError(
             f"the metric {self.name} returned {describe(value)} for {size} examples",
             "It gives one value per example, or their mean.",
@@ -113,8 +120,9 @@ class Perplexity(MeanMetric):
             raise misfit(output, target)
         logits, labels = output.detach().flatten(0, -2), target.flatten()
         total = F.cross_entropy(logits, labels, ignore_index=self._ignored, reduction="sum")
-        if labels.is_cpu:
-            return total, count_kept(labels, self._ignored)
+        known = known_to_host(target)
+        if known is not None:
+            return total, count_kept(known, self._ignored)
         return total, torch.ne(labels.long(), self._ignored).count_nonzero()
 
 
@@ -122,11 +130,9 @@ LARGEST = 709.0
 """The exponential of more is no float."""
 
 
-def _wide(value: Any) -> Tensor:
-    """``value`` in a type that adds up without loss."""
-    if not isinstance(value, Tensor):
-        return torch.tensor(value, dtype=torch.float64)
-    return value.double() if value.is_floating_point() else value.long()
+def _beside(like: Tensor, part: Number) -> Tensor:
+    """``part`` as ``like`` is."""
+    return part.to(like) if isinstance(part, Tensor) else torch.full_like(like, part)
 
 
 def accuracy(output: Tensor, target: Tensor, threshold: float = 0.0, ignored: int = IGNORED) -> Any:
@@ -148,13 +154,15 @@ def accuracy(output: Tensor, target: Tensor, threshold: float = 0.0, ignored: in
 def _counted(right: Tensor, target: Tensor, ignored: int) -> tuple[Tensor | int, Tensor | int]:
     """How many are ``right`` of the targets that are not ``ignored``, and how many these are.
 
-    They are numbers where targets lie in the host's memory, in which nobody waits for them.
+    They are numbers where nobody waits for them: of what lies in the host's memory, or came from
+    there.
     """
-    if target.is_cpu and not target.is_floating_point():
+    known = None if target.is_floating_point() else known_to_host(target)
+    if known is not None:
         if ignored >= 0:  # else no output is right about them
             right = right & torch.ne(target, ignored)
-        hits: Any = right.count_nonzero().tolist()
-        return hits, count_kept(target, ignored)
+        hits: Any = right.count_nonzero().tolist() if right.is_cpu else right.sum()
+        return hits, count_kept(known, ignored)
     if ignored < 0 and not target.dtype.is_signed:  # -100 would become 156
         return right.count_nonzero(), target.numel()
     counted = torch.ne(target, ignored)

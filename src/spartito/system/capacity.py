@@ -4,44 +4,24 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from spartito.errors import UserError
+from spartito.system import CGROUPS, PROC, affinity, machine_memory
 
-_CGROUP_V2 = Path("/sys/fs/cgroup/cpu.max")
-_CGROUP_V1 = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
-_CGROUPS = Path("/sys/fs/cgroup")
-_OWN_CGROUP = Path("/proc/self/cgroup")
-_CGROUP_NAMESPACE = Path("/proc/self/ns/cgroup")
-_KERNEL = Path("/proc/vmstat")
-_MEMINFO = Path("/proc/meminfo")
-_STATUS = Path("/proc/self/status")
+_CGROUP_V2 = CGROUPS / "cpu.max"
+_CGROUP_V1 = CGROUPS / "cpu/cpu.cfs_quota_us"
+_OWN_CGROUP = PROC / "self/cgroup"
+_CGROUP_NAMESPACE = PROC / "self/ns/cgroup"
+_KERNEL = PROC / "vmstat"
 _NO_LIMIT = 1 << 60
 """More than this means "no limit" in a cgroup of version 1."""
-
-
-def check_platform() -> None:
-    """Raise `UserError` on a system that Spartito does not know."""
-    if sys.platform != "linux":
-        raise UserError(
-            f"Spartito runs on Linux only, and this is {sys.platform}",
-            "Use a Linux machine, a container, or WSL 2 on Windows.",
-        )
 
 
 def available_cores() -> int:
     """How many cores this process may use: the smaller of its affinity and its cgroup's quota."""
     return max(1, math.ceil(min(len(affinity()), cgroup_quota())))
-
-
-def affinity() -> frozenset[int]:
-    """The cores that the system may run this process on."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
 
 
 def own_cgroup() -> str:
@@ -75,28 +55,14 @@ def memory_limit() -> float:
 
 
 def available_memory(
-    meminfo: Path = _MEMINFO, cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUP
+    meminfo: Path | None = None, cgroups: Path = CGROUPS, own: Path = _OWN_CGROUP
 ) -> float:
     """Bytes that are free, or become so without harm, on the machine and in its cgroups."""
     free = machine_memory(meminfo).get("MemAvailable", math.inf)
     return min([free, *(max(0, limit - used) for limit, used in cgroup_memory(cgroups, own))])
 
 
-def machine_memory(meminfo: Path = _MEMINFO) -> dict[str, int]:
-    """What the kernel says of the machine's memory, in bytes, by its names for it."""
-    lines = (line.split() for line in _text(meminfo).splitlines())
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
-
-
-def anonymous_memory() -> int:
-    """Bytes that this process has in use and the system cannot reclaim; 0 if unknown."""
-    for line in _text(_STATUS).splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def cgroup_memory(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> list[tuple[int, int]]:
+def cgroup_memory(cgroups: Path = CGROUPS, own: Path = _OWN_CGROUP) -> list[tuple[int, int]]:
     """(limit, bytes in use that cannot be dropped) of each cgroup with a limit above us."""
     found = []
     for folder, version in _memory_groups(cgroups, own):
@@ -126,7 +92,7 @@ class MemoryKills:
 
 
 def memory_kills(
-    cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUP, kernel: Path = _KERNEL
+    cgroups: Path = CGROUPS, own: Path = _OWN_CGROUP, kernel: Path = _KERNEL
 ) -> MemoryKills:
     """What the kernel counts so far; 0 where it does not count."""
     counted = [

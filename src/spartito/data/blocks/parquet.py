@@ -1,0 +1,213 @@
+"""Parquet, by pyarrow: a block is a row group, of which only the chosen columns are fetched."""
+
+from __future__ import annotations
+
+import importlib
+import io
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from spartito.data.blocks.formats import Block, Columns, FileIndex, Missing, Span
+from spartito.errors import UserError
+from spartito.names import nearest
+from spartito.storage.files import File, RangeReader
+
+MAGIC = b"PAR1"
+GAP = 64 << 10
+"""Bytes between two wanted parts that are fetched with them rather than asked for apart."""
+
+
+class Parquet:
+    """Reads row groups.
+
+    Args:
+        columns: Those to be read; None: all.
+
+    Raises:
+        UserError: pyarrow is not installed.
+    """
+
+    name = "parquet"
+    suffixes = (".parquet",)
+
+    def __init__(self, columns: tuple[str, ...] | None = None) -> None:
+        self._columns = columns
+        try:
+            self._parquet: Any = importlib.import_module("pyarrow.parquet")
+            self._arrow: Any = importlib.import_module("pyarrow")
+        except ImportError as error:
+            raise UserError(
+                f"Parquet files cannot be read: {error}", "pip install 'spartito[parquet]'."
+            ) from error
+
+    def index(self, file: RangeReader, facts: File) -> FileIndex:
+        """As `Format.index`: of the file only its footer is read."""
+        file.seek(max(0, facts.size - (64 << 10)))
+        tail = file.read() or b""
+        if facts.size < 12 or tail[-4:] != MAGIC:
+            raise UserError(f"{facts.name} is no whole Parquet file: its end is not PAR1")
+        length = int.from_bytes(tail[-8:-4], "little") + 8
+        if length > facts.size:
+            raise UserError(f"{facts.name} is no whole Parquet file: its footer is cut off")
+        if length > len(tail):
+            file.seek(facts.size - length)
+            tail = file.read() or b""
+        head = tail[-length:]
+        metadata = self._metadata(head)
+        blocks = []
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            if group.num_rows:
+                spans = [_span(group.column(c)) for c in range(group.num_columns)]
+                first, last = min(s for s, _ in spans), max(e for _, e in spans)
+                blocks.append(Block(group.num_rows, first, last))
+        return FileIndex(blocks, head)
+
+    def spans(self, index: FileIndex, block: int) -> list[Span]:
+        """As `Format.spans`: the parts of chosen columns, those that lie close as one."""
+        metadata = self._metadata(index.head)
+        group = metadata.row_group(self._group(metadata, block))
+        chosen = self._chosen(metadata)
+        wanted = sorted(
+            _span(group.column(number))
+            for number in range(group.num_columns)
+            if chosen is None or group.column(number).path_in_schema.split(".")[0] in chosen
+        )
+        return list(_joined(wanted))
+
+    def columns(self, index: FileIndex, block: int, parts: Sequence[tuple[Span, bytes]]) -> Columns:
+        """As `Format.columns`."""
+        metadata = self._metadata(index.head)
+        file = self._arrow.PythonFile(_Parts(parts), mode="r")
+        read = self._parquet.ParquetFile(file, metadata=metadata, pre_buffer=False)
+        chosen = self._chosen(metadata)
+        group = self._group(metadata, block)
+        table = read.read_row_group(group, columns=chosen, use_threads=False)
+        return {name: self._values(table.column(name)) for name in chosen or table.column_names}
+
+    def _metadata(self, head: bytes) -> Any:
+        return self._parquet.read_metadata(io.BytesIO(MAGIC + head))
+
+    def _chosen(self, metadata: Any) -> list[str] | None:
+        if self._columns is None:
+            return None
+        names = metadata.schema.to_arrow_schema().names
+        for column in self._columns:
+            if column not in names:
+                raise UserError(f"there is no column {column!r}", nearest(column, names))
+        return list(self._columns)
+
+    @staticmethod
+    def _group(metadata: Any, block: int) -> int:
+        """The row group of a block: those without rows are none."""
+        filled = (g for g in range(metadata.num_row_groups) if metadata.row_group(g).num_rows)
+        return next(number for position, number in enumerate(filled) if position == block)
+
+    def _values(self, chunked: Any) -> Any:
+        """A column of arrow's as an array with a row for each example, or as a sequence."""
+        types = self._arrow.types
+        column = chunked.combine_chunks()
+        if isinstance(column, self._arrow.ChunkedArray):
+            column = column.chunk(0)
+        kind = column.type
+        plain = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+        if plain and column.null_count == 0:
+            return column.to_numpy(zero_copy_only=False)
+        is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+        inner = kind.value_type if is_list else None
+        numbers = is_list and (types.is_integer(inner) or types.is_floating(inner))
+        rows = self._rows(column) if numbers and column.null_count == 0 else None
+        return ArrowColumn(column, numbers) if rows is None else rows
+
+    def _rows(self, column: Any) -> Any:
+        """Lists of numbers that are all as long as an array ``(rows, length)``; else None."""
+        values = column.flatten()
+        if values.null_count or len(values) % len(column):
+            return None
+        length = len(values) // len(column)
+        if not self._arrow.types.is_fixed_size_list(column.type):
+            lengths = np.diff(column.offsets.to_numpy())
+            if (lengths != length).any():
+                return None
+        return values.to_numpy(zero_copy_only=False).reshape(len(column), length)
+
+
+class ArrowColumn(Sequence[Any]):
+    """Values of arrow's that become Python's when somebody asks for one.
+
+    Args:
+        column: An array of arrow's.
+        numbers: Whether its values are lists of numbers, which become arrays.
+    """
+
+    def __init__(self, column: Any, numbers: bool) -> None:
+        self._column, self._numbers = column, numbers
+
+    def __len__(self) -> int:
+        return len(self._column)
+
+    def __getitem__(self, row: Any) -> Any:
+        scalar = self._column[row]
+        if not scalar.is_valid:
+            return Missing("is null")
+        if self._numbers and scalar.values.null_count:
+            return Missing("has a null among its numbers")
+        if self._numbers:
+            return scalar.values.to_numpy(zero_copy_only=False)
+        value = scalar.as_py()
+        if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
+            return value["bytes"]  # how Hugging Face's data sets keep images
+        return value
+
+
+class _Parts(io.RawIOBase):
+    """A file of which only some parts are there."""
+
+    def __init__(self, parts: Sequence[tuple[Span, bytes]]) -> None:
+        self._starts = [span[0] for span, _ in parts]
+        self._parts, self._at = parts, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        end = self._parts[-1][0][1] if self._parts else 0
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: end}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        position = bisect_right(self._starts, self._at) - 1
+        (start, stop), data = self._parts[position]
+        if not start <= self._at <= self._at + size <= stop:
+            raise EOFError(f"bytes {self._at} to {self._at + size} were not fetched")
+        found = data[self._at - start : self._at - start + size]
+        self._at += size
+        return found
+
+
+def _span(column: Any) -> Span:
+    """Where the part of a column in a row group lies."""
+    start = column.data_page_offset
+    if column.has_dictionary_page and column.dictionary_page_offset:
+        start = min(start, column.dictionary_page_offset)
+    return start, start + column.total_compressed_size
+
+
+def _joined(spans: Sequence[Span]) -> Iterator[Span]:
+    """Spans in order, those that are close to each other as one."""
+    start, stop = spans[0]
+    for first, last in spans[1:]:
+        if first - stop > GAP:
+            yield start, stop
+            start = first
+        stop = max(stop, last)
+    yield start, stop

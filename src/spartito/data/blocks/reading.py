@@ -1,0 +1,128 @@
+"""Blocks in memory: fetched ahead by threads, in the order in which they will be wanted."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from spartito.data.blocks.formats import Columns, Format, Span
+from spartito.data.blocks.index import Blocks
+from spartito.errors import UserError
+from spartito.storage.files import Files, read_range
+from spartito.storage.span_cache import Entry, SpanCache
+
+THREADS = 16
+"""Blocks that are fetched together."""
+AHEAD = 4
+"""Blocks that are in memory before somebody wants them."""
+
+
+class BlockReader:
+    """Gives blocks, and keeps those that will be wanted again.
+
+    Args:
+        files: Where the files lie.
+        format: What they are.
+        blocks: All blocks.
+        cache: Keeps what was fetched; None: they are read where they lie.
+    """
+
+    def __init__(
+        self, files: Files, format: Format, blocks: Blocks, cache: SpanCache | None
+    ) -> None:
+        self._files, self._format, self._blocks, self._cache = files, format, blocks, cache
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="spartito block")
+        self._kept: OrderedDict[int, Future[Columns]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._order: Sequence[int] = ()
+        self._positions: dict[int, int] = {}
+        self._live = 1
+        self._front = 0
+
+    def expect(self, order: Sequence[int], live: int) -> None:
+        """Say which blocks will be wanted.
+
+        Args:
+            order: All of a pass, in the order in which each is wanted first.
+            live: How many are wanted at the same time, at most.
+        """
+        with self._lock:
+            self._order, self._live, self._front = order, live, 0
+            self._positions = {block: position for position, block in enumerate(order)}
+
+    def get(self, wanted: Iterable[int]) -> dict[int, Columns]:
+        """The examples of some blocks, which are fetched together.
+
+        Raises:
+            UserError: One cannot be read, or is not what its index says.
+        """
+        with self._lock:
+            futures = {block: self._ask(block) for block in wanted}
+            last = max((self._positions.get(block, -1) for block in futures), default=-1)
+            if last >= 0:
+                self._front = max(self._front, last)
+                for block in self._order[self._front + 1 : self._front + 1 + AHEAD]:
+                    self._ask(block)
+            self._forget()
+        try:
+            return {block: future.result() for block, future in futures.items()}
+        except BaseException:
+            with self._lock:  # so that it is tried again by who asks again
+                for block in [b for b, f in self._kept.items() if f.done() and f.exception()]:
+                    del self._kept[block]
+            raise
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ask(self, block: int) -> Future[Columns]:
+        """The block to come; the lock is held."""
+        if block not in self._kept:
+            self._kept[block] = self._pool.submit(self._load, block)
+        self._kept.move_to_end(block)
+        return self._kept[block]
+
+    def _forget(self) -> None:
+        """Let go of those that were not wanted for the longest time; the lock is held."""
+        for block in list(self._kept):
+            if len(self._kept) <= self._live + AHEAD + 1:
+                return
+            if self._kept[block].done():
+                del self._kept[block]
+
+    def _load(self, block: int) -> Columns:
+        file, index, number = self._blocks.find(block)
+        parts = []
+        for span in self._format.spans(index, number):
+            parts.append((span, self._bytes(block, span)))
+        try:
+            columns = self._format.columns(index, number, parts)
+        except UserError as error:
+            raise UserError(f"{self._files.url}/{file.name}: {error}") from error
+        except Exception as error:
+            raise UserError(
+                f"{self._files.url}/{file.name}, block {number}, is not what its beginning or "
+                f"end says: {error}",
+                "It may be damaged, or have been replaced while it is read.",
+            ) from error
+        rows = index.blocks[number].rows
+        for name, column in columns.items():
+            if len(column) != rows:
+                raise UserError(
+                    f"{self._files.url}/{file.name}, block {number}, has {len(column)} values of "
+                    f"{name!r}, and {rows} examples by its index",
+                    "It may have been replaced while it is read.",
+                )
+        return columns
+
+    def _bytes(self, block: int, span: Span) -> bytes:
+        file, _, _ = self._blocks.find(block)
+        start, stop = span
+        if self._cache is None:
+            return read_range(self._files, file, start, stop)
+        words = ("span", self._files.url, file.name, str(file.size), file.version)
+        entry = Entry((*words, str(start), str(stop)))
+        return self._cache.get(entry, lambda: read_range(self._files, file, start, stop))

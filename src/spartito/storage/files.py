@@ -1,0 +1,440 @@
+"""Files under a path or a URL, listed and read in ranges: on this machine or in a store.
+
+`S3`, `GCS` and Azure are spoken to by obstore, as is HTTP; what fsspec knows besides (HDFS, SFTP,
+the Hugging Face hub) by fsspec. Credentials are found the way these libraries find them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import product
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+from spartito.errors import UserError
+from spartito.storage.remote import UnreadableError, is_remote, local_path
+
+T = TypeVar("T")
+
+PAUSES = (0.1, 0.5, 2.0, 8.0)
+"""Seconds before a range that could not be read is asked for again."""
+
+OBJECTS = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "http", "https"})
+"""Protocols that obstore speaks."""
+
+EXTRAS = {
+    **dict.fromkeys(("s3", "s3a"), "s3"),
+    **dict.fromkeys(("gs", "gcs"), "gcs"),
+    **dict.fromkeys(("az", "azure", "abfs", "abfss"), "azure"),
+    "hf": "hf",
+}
+"""The extra of the package that brings what a protocol needs; others need ``remote``."""
+
+_PATTERN = re.compile(r"[*?\[{]")
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_FOR_GOOD = re.compile(r"status code: (400|401|403|404|405|416)\b")
+"""What obstore says where it knows no kind of error."""
+_COUNTED = re.compile(r"(\d+)\.\.(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file that is there.
+
+    Attributes:
+        name: below the URL of its `Files`.
+        size: in bytes.
+        version: changes when its content does: a tag of the store, or a time; "" where none says.
+    """
+
+    name: str
+    size: int
+    version: str = ""
+
+
+class Files(Protocol):
+    """Files below one path or URL."""
+
+    url: str
+    """What a user calls it."""
+    local: bool
+    """Whether they lie in a file system of this machine."""
+
+    def find(self) -> list[File]:
+        """All files below it, by name; hidden ones are left out.
+
+        Raises:
+            UserError: There is no such folder, or nobody can list it.
+        """
+        ...
+
+    def look(self, name: str) -> File:
+        """One file.
+
+        Raises:
+            UserError: It is not there, or may not be read.
+        """
+        ...
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """The bytes ``start`` to ``stop`` of a file, or fewer where it ends before.
+
+        Raises:
+            OSError, or what the client of a store raises.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class LocalFiles(Files):
+    """Files in a folder of this machine.
+
+    Args:
+        url: its path.
+    """
+
+    url: str
+    local = True
+
+    def find(self) -> list[File]:
+        if not os.path.isdir(self.url):
+            raise UserError(f"there is no folder {self.url!r}", "Check the path.")
+        found: list[str] = []
+        for folder, inner, names in os.walk(self.url, followlinks=True):
+            inner[:] = sorted(name for name in inner if not name.startswith("."))
+            found += (os.path.join(folder, name) for name in names if not name.startswith("."))
+        return [self.look(os.path.relpath(path, self.url)) for path in sorted(found)]
+
+    def look(self, name: str) -> File:
+        try:
+            status = os.stat(os.path.join(self.url, name))
+        except OSError as error:
+            raise UserError(
+                f"{os.path.join(self.url, name)!r} cannot be read: {error.strerror}",
+                "Check the path.",
+            ) from error
+        return File(name, status.st_size, str(status.st_mtime_ns))
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        with open(os.path.join(self.url, name), "rb", buffering=0) as file:
+            return os.pread(file.fileno(), stop - start, start)
+
+
+class ObjectFiles(Files):
+    """Files in an object store or on a web server, by obstore.
+
+    Args:
+        url: As ``s3://bucket/folder``.
+
+    Raises:
+        UserError: obstore is not installed, or refuses the URL or the configuration.
+    """
+
+    local = False
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._web = url.startswith("http")
+        try:
+            self._client: Any = importlib.import_module("obstore")
+            made: Any = importlib.import_module("obstore.store").from_url
+        except ImportError as error:
+            raise _no_package(url, error) from error
+        options: dict[str, Any] = {"client_options": {"allow_http": True}}
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        if url.startswith("s3") and endpoint:
+            options["endpoint"] = endpoint
+        retries = {"max_retries": 0}  # we do, see `attempts`
+        try:
+            self._store = made(self.url, retry_config=retries, **options)
+        except Exception as error:
+            raise UserError(f"{url} cannot be reached: {error}", "Check the URL.") from error
+
+    def find(self) -> list[File]:
+        if self._web:
+            raise UserError(
+                f"{self.url} cannot be listed: a web server does not say what it has",
+                "Name its files: https://host/train-{000..127}.tar.",
+            )
+        found = attempts(
+            lambda: [meta for part in self._client.list(self._store) for meta in part],
+            self.url,
+            "listed",
+        )
+        files = (_file_of(meta["path"], meta) for meta in found)
+        return sorted((f for f in files if not _is_hidden(f.name)), key=lambda file: file.name)
+
+    def look(self, name: str) -> File:
+        meta = attempts(lambda: self._client.head(self._store, name), f"{self.url}/{name}", "read")
+        return _file_of(name, meta)
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        return bytes(self._client.get_range(self._store, name, start=start, end=stop))
+
+
+class FsspecFiles(Files):
+    """Files under a URL of any protocol that fsspec knows.
+
+    Args:
+        url: As ``hdfs://host/folder``; options and keys are those of fsspec's configuration.
+
+    Raises:
+        UserError: The protocol is unknown, its package is not installed, or it cannot be reached.
+    """
+
+    local = False
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        try:
+            core: Any = importlib.import_module("fsspec.core")
+            self._files, root = core.url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise _no_package(url, error) from error
+        except Exception as error:  # some protocols connect here
+            raise _refused(url, "reached", error) from error
+        self._root = root.rstrip("/")
+
+    def find(self) -> list[File]:
+        found = attempts(lambda: self._files.find(self._root, detail=True), self.url, "listed")
+        cut = len(self._root) + 1
+        files = (_of_fsspec(path[cut:], facts) for path, facts in found.items())
+        return sorted((f for f in files if not _is_hidden(f.name)), key=lambda file: file.name)
+
+    def look(self, name: str) -> File:
+        path = f"{self._root}/{name}"
+        return _of_fsspec(name, attempts(lambda: self._files.info(path), path, "read"))
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        return bytes(self._files.cat_file(f"{self._root}/{name}", start=start, end=stop))
+
+
+def open_files(url: str) -> Files:
+    """The files below a path or URL.
+
+    Args:
+        url: A path, or ``protocol://...``.
+
+    Returns:
+        Them; nothing is read yet.
+
+    Raises:
+        UserError: The protocol is unknown, or its package is not installed.
+    """
+    if not is_remote(url) or local_path(url):
+        return LocalFiles(os.path.abspath(os.path.expanduser(local_path(url))))
+    return (ObjectFiles if urlsplit(url).scheme in OBJECTS else FsspecFiles)(url)
+
+
+def match_files(url: str, suffixes: tuple[str, ...] = ()) -> tuple[Files, list[File]]:
+    """The files that a path, a URL or a pattern of one names.
+
+    Args:
+        url: A file; a folder, of which all files are taken whose names end so; a pattern with
+            ``*`` and ``?``, or with ``{000..127}`` and ``{a,b}``, whose files are there all.
+        suffixes: How names in a folder end; () takes any.
+
+    Returns:
+        Where they lie, and the files by name.
+
+    Raises:
+        UserError: There is none.
+    """
+    folder, name = _parted(url)
+    files = open_files(folder)
+    if "{" in name:
+        return files, [files.look(each) for each in braced(name)]
+    if name and not _PATTERN.search(name):
+        return files, [files.look(name)]
+    found = files.find()
+    if name:
+        chosen = [file for file in found if fnmatchcase(file.name, name)]
+        rule = f"has no file that {name!r} describes"
+    else:
+        chosen = [file for file in found if file.name.lower().endswith(suffixes or ("",))]
+        rule = f"has no file that ends with {' or '.join(suffixes)}" if suffixes else "has no file"
+    if not chosen:
+        others = f"It has {len(found)} others, as {found[0].name!r}." if found else "It is empty."
+        raise UserError(f"{files.url} {rule}", others)
+    return files, chosen
+
+
+def braced(name: str) -> list[str]:
+    """The names that one with braces stands for, as a shell writes them.
+
+    Args:
+        name: As ``train-{000..127}.tar`` or ``{train,more}.tar``.
+
+    Returns:
+        All of them, in order; numbers are as wide as the first one.
+
+    Raises:
+        UserError: A range that ends before it begins.
+    """
+    texts = _BRACES.split(name)
+    return ["".join(parts) for parts in product(*map(_choices, texts, _alternate(len(texts))))]
+
+
+def attempts(read: Callable[[], T], what: str, done: str) -> T:
+    """What ``read`` returns, which is called again where a store fails for a moment.
+
+    Args:
+        read: Asks the store.
+        what: Of which file or folder, and which part of it.
+        done: What was to be done with it, in a word.
+
+    Raises:
+        UnreadableError: It failed for good, or too often.
+    """
+    for pause in (*PAUSES, None):
+        try:
+            return read()
+        except UserError:
+            raise
+        except Exception as error:
+            if pause is None or is_for_good(error):
+                raise _refused(what, done, error) from error
+            time.sleep(pause)
+    raise AssertionError
+
+
+def is_for_good(error: Exception) -> bool:
+    """Whether asking again cannot help: what is not there, and what may not be read."""
+    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+        return True
+    if _FOR_GOOD.search(str(error)):
+        return True
+    return type(error).__name__ in {
+        "NotFoundError",
+        "PermissionDeniedError",
+        "UnauthenticatedError",
+        "InvalidPathError",
+        "NotSupportedError",
+        "UnknownConfigurationKeyError",
+    }
+
+
+class RangeReader(io.RawIOBase):
+    """A file that is read in ranges, as an object that Python's libraries read.
+
+    Args:
+        files: Where it lies.
+        file: Which one.
+    """
+
+    def __init__(self, files: Files, file: File) -> None:
+        self._files, self._file, self._at = files, file, 0
+
+    def readable(self) -> bool:
+        """As of any file."""
+        return True
+
+    def seekable(self) -> bool:
+        """As of any file."""
+        return True
+
+    def tell(self) -> int:
+        """As of any file."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """As of any file."""
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """As of any file."""
+        stop = min(self._file.size, self._at + len(buffer))
+        if stop <= self._at:
+            return 0
+        data = read_range(self._files, self._file, self._at, stop)
+        buffer[: len(data)] = data
+        self._at = stop
+        return len(data)
+
+
+def read_range(files: Files, file: File, start: int, stop: int) -> bytes:
+    """The bytes ``start`` to ``stop`` of a file, all of them.
+
+    Raises:
+        UnreadableError: They could not be had, after some attempts.
+    """
+    where = f"{files.url}/{file.name}, bytes {start:,} to {stop:,},"
+
+    def read() -> bytes:
+        data = files.read(file.name, start, stop)
+        if len(data) != stop - start:
+            raise EOFError(f"{len(data):,} bytes came")
+        return data
+
+    return attempts(read, where, "read")
+
+
+def _parted(url: str) -> tuple[str, str]:
+    """The folder of a path or URL, and the name or pattern of files in it; "" for the folder."""
+    if not is_remote(url) or local_path(url):
+        path = os.path.abspath(os.path.expanduser(local_path(url)))
+        if os.path.isdir(path):
+            return path, ""
+    else:
+        path = url
+    at = _PATTERN.search(path)
+    folder, name = path[: at.start()] if at else path, path[at.start() :] if at else ""
+    head, _, tail = folder.rpartition("/")
+    is_file = at is not None or not is_remote(url) or "." in tail
+    bucket_only = is_remote(url) and head.endswith((":/", ":"))
+    return (head, tail + name) if is_file and not bucket_only else (path, "")
+
+
+def _choices(text: str, is_braced: bool) -> list[str]:
+    if not is_braced:
+        return [text]
+    counted = _COUNTED.fullmatch(text)
+    if counted is None:
+        return text.split(",")
+    first, last = counted.groups()
+    if int(first) > int(last):
+        raise UserError(f"{{{text}}} ends before it begins", "Write {000..127}.")
+    return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+
+
+def _alternate(count: int) -> Iterator[bool]:
+    return (bool(number % 2) for number in range(count))
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+def _file_of(name: str, meta: Any) -> File:
+    version = meta.get("e_tag") or meta.get("version") or str(meta.get("last_modified", ""))
+    return File(name, int(meta["size"]), str(version))
+
+
+def _of_fsspec(name: str, facts: Any) -> File:
+    tags = ("ETag", "etag", "mtime", "LastModified", "last_modified", "modified")
+    version = next((str(facts[tag]) for tag in tags if facts.get(tag)), "")
+    return File(name, int(facts.get("size") or 0), version)
+
+
+def _refused(what: str, done: str, error: Exception) -> UserError:
+    why = str(error).partition("\n\nDebug source")[0].strip() or type(error).__name__
+    return UnreadableError(f"{what} cannot be {done}: {why}", "Is it there, and yours?")
+
+
+def _no_package(url: str, error: Exception) -> UserError:
+    scheme = urlsplit(url).scheme
+    extra = EXTRAS.get(scheme, "remote")
+    return UserError(
+        f"{url} cannot be reached: {error}",
+        f"pip install 'spartito[{extra}]'"
+        + (f", and the package of {scheme}:// for fsspec." if extra == "remote" else "."),
+    )

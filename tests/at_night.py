@@ -1,0 +1,98 @@
+"""Tests that scripts/nightly runs and .ci/run does not: each has a sibling that shows the same.
+
+What is one of several forms of a test, and known where it stands, has the mark there instead.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+PATTERNS = (
+    # Both optimizers learn alike: the other one runs at every change.
+    "strategies/test_nestings.py::*adamw]",
+    # Other codes of the same sums, of other strategies.
+    "strategies/test_compressed_sums.py::* (slow)",
+    "strategies/test_groups_inside.py::test_numbers_are_those_of_plain_torch* (slow)",
+    "strategies/test_groups_inside.py::test_what_is_written_* (slow)",
+    "strategies/test_unfriendly_groups.py::*-tied-* (slow)",
+    # Checkpoints of the quick tests go from each strategy to the next two.
+    "strategies/test_checkpoints.py::*-rest]",
+    "strategies/test_meta.py::*fsdp*",
+    # FSDP2 in rows of replicas, and what its shards do as those of our own engine.
+    "strategies/test_sharded.py::test_losses_are_those_of_plain_torch[[]4-2-fsdp-1000]",
+    "strategies/test_sharded.py::test_no_block_keeps_values_of_before*fsdp*",
+    "strategies/test_sharded.py::test_optimizers_and_what_scripts_do_between_steps*fsdp*",
+    "strategies/test_sharded.py::test_what_is_loaded_counts_after_a_change_in_place*fsdp*",
+    # Programs of torch that differ in what rides on the same calls.
+    "backend/test_programs.py::*.ddp_hook_*",
+    "backend/test_programs.py::*.ddp_profiled]",
+    "backend/test_programs.py::*.ddp_many_buckets]",
+    "backend/test_programs.py::*.ddp_static_graph]",
+    "backend/test_programs.py::*.evaluated]",
+    "backend/test_programs.py::*.sampler]",
+    "backend/test_operations.py::test_every_shape_and_layout[[]3-spartito on abc]",
+    # A frozen rank is the same to all others.
+    "collectives/test_hierarchical.py::test_a_frozen_rank_is_named_by_all* (slow)",
+    "collectives/test_failures.py::test_a_frozen_rank_is_named_at_the_limit* (slow)",
+    "collectives/test_machines.py::test_all_machines_name_the_one_that_is_frozen",
+    "doctor/test_namespaces.py::test_training_by_names_that_mean_the_loopback[[]1]",
+    # One fault of each kind, one kind of job of each tool.
+    "chaos/test_chaos_integration.py::test_who_lives_goes_on",
+    "launch/test_clouds_integration.py::test_digits_on_two_nodes*[[]dstack]",
+    "launch/test_clouds_integration.py::test_digits_with_servers*[[]sky]",
+    "launch/test_cold_start_integration.py::test_run",
+    "launch/test_cold_start_integration.py::test_the_image_that_users_build*",
+    "launch/test_engine.py::test_groups_meet_in_containers*",
+    "launch/test_engine.py::test_either_composer_runs_a_job[[]docker compose]",
+    "launch/test_engine_faults_asynchronous.py::test_a_worker_crashes_then_is_killed_for_good",
+    "launch/test_engine_faults_synchronous.py::test_paused_then_cut_and_rejoined",
+    "launch/test_engine_refusals.py::test_a_task_or_its_child*[[]sys*",
+    "launch/test_firewall.py::test_a_range_comes_before_the_declared_port",
+    "launch/test_firewall.py::test_only_the_leaders_of_machines_need_a_way",
+    "launch/test_firewall.py::test_process_groups_need_what_the_system_draws",
+    "launch/test_firewall.py::test_servers_need_no_way_to_the_chief",
+    "launch/test_kubernetes_integration.py::test_a_pod_that_fails_for_good_ends_the_job[[]*-4]",
+    "launch/test_kubernetes_integration.py::test_a_server_that_waits_when_the_work_is_done_is_ended",
+    "launch/test_kubernetes_integration.py::test_a_synchronous_job[[]jobset-deleted]",
+    "launch/test_kubernetes_integration.py::test_a_synchronous_job[[]trainjob-evicted]",
+    "launch/test_kubernetes_integration.py::test_others_go_on_without_a_pod_that_is_replaced",
+    "launch/test_kubernetes_integration.py::test_parameter_servers_of_which_*",
+    "launch/test_members.py::test_a_group_is_started_again_as_one[[]worker 2-worker 3-*",
+    "launch/test_members.py::test_a_member_that_stands_still*[[]mesh*",
+    "launch/test_members.py::test_with_a_chief_of_its_own*[[]mirrored]",
+    "launch/test_members.py::test_with_a_chief_of_its_own*[[]sharded*",
+    "launch/test_ray.py::test_a_lost_node_ends_the_job_and_names_its_task",
+    "launch/test_ray.py::test_tasks_end_with_their_launcher[[]9]",
+    "launch/test_ray.py::test_the_example_of_the_page_runs",
+    "launch/test_slurm_again_integration.py::test_a_job_that_somebody_ends_does_not_come_again",
+    "launch/test_slurm_again_integration.py::test_a_job_whose_node_is_lost_comes_again",
+    "launch/test_slurm_again_integration.py::test_a_run_of_an_array_comes_again_alone",
+    "launch/test_slurm_again_integration.py::test_no_job_comes_again_that_may_not",
+    "launch/test_slurm_again_integration.py::test_runs_of_an_array_*",
+    "launch/test_slurm_again_integration.py::test_workers_after_the_servers_*",
+    "launch/test_slurm_integration.py::test_launchers_inside_of_a_job*[[]srun of run]",
+    "launch/test_slurm_integration.py::test_launchers_inside_of_a_job*[[]mpirun]",
+)
+"""Names as in ``tests/...``; those that end in " (slow)" mean tests with that mark alone."""
+
+
+def is_at_night(name: str, is_slow: bool) -> bool:
+    """Whether a test runs at night only.
+
+    Args:
+        name: As pytest has it, without the folder of the tests.
+        is_slow: Whether it is marked so.
+    """
+    return any(fits(name, is_slow, pattern) for pattern in PATTERNS)
+
+
+def fits(name: str, is_slow: bool, pattern: str) -> bool:
+    """Whether a test is one of a pattern's.
+
+    Args:
+        name: As above.
+        is_slow: As above.
+        pattern: One of `PATTERNS`.
+    """
+    plain = pattern.removesuffix(" (slow)")
+    return (is_slow or plain == pattern) and fnmatchcase(name, plain)
