@@ -85,6 +85,20 @@ def test_what_was_not_read_for_the_longest_time_goes(tmp_path: Path) -> None:
     assert not cache.has(entries[1])
 
 
+def test_what_is_not_its_own_stays(tmp_path: Path) -> None:
+    names = ("ab/notes.txt", "ab/0123456789", "my/paper.tex", "ab/.new", "cd/x.claim")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(5000))
+        os.utime(tmp_path / name, (0, 0))
+    (tmp_path / "ef").symlink_to(tmp_path / "my")
+    cache = SpanCache(tmp_path, limit=2000)
+    for number in range(20):
+        cache.get(Entry((str(number),)), lambda: bytes(1000))
+    assert all((tmp_path / name).stat().st_size == 5000 for name in names)
+    assert cache.has(Entry(("19",)))
+
+
 @contextmanager
 def small_files(size: int) -> Iterator[None]:
     """No file may be longer, as on a disk that is full."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import struct
@@ -34,6 +35,8 @@ LOOK = 32
 """How often an entry is added in that part of the limit before others are counted again."""
 
 _TAIL = struct.Struct("<QI")  # the bytes before it, and their CRC-32
+_FOLDER = re.compile("[0-9a-f]{2}")
+_FILE = re.compile(r"[0-9a-f]{30}(\.[0-9a-f]{8}\.new)?")
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -179,16 +182,16 @@ class SpanCache:
     def _used(self) -> int:
         return sum(status.st_size for _, status in self._entries())
 
-    def _entries(self) -> list[tuple[str, os.stat_result]]:
-        """The entries, and what killed tasks have left of some."""
+    def _entries(self) -> list[tuple[Path, os.stat_result]]:
+        """The entries, and what killed tasks have left of some; nothing else that lies here."""
         found = []
         for folder in os.scandir(self.folder):
-            if len(folder.name) != 2 or not folder.is_dir():
+            if not _FOLDER.fullmatch(folder.name) or not folder.is_dir(follow_symlinks=False):
                 continue
             for file in os.scandir(folder.path):
-                if not file.name.endswith(".claim"):
+                if _FILE.fullmatch(file.name) and file.is_file(follow_symlinks=False):
                     with suppress(OSError):  # it was just removed
-                        found.append((file.path, file.stat()))
+                        found.append((Path(file.path), file.stat()))
         return found
 
 
