@@ -12,8 +12,8 @@ import pytest
 from spartito.errors import UserError
 from spartito.folders import Holder
 from spartito.storage import store_lock
-from spartito.storage.remote import FsspecStore
 from spartito.storage.store_lock import HeldStore
+from spartito.storage.stores import FsspecStore
 
 OTHER = "holder-0000000000000007.json"
 

@@ -20,7 +20,6 @@ from spartito.storage.atomic import (
 )
 from spartito.storage.remote import (
     PLAN,
-    FsspecStore,
     Store,
     UnreadableError,
     download,
@@ -29,6 +28,7 @@ from spartito.storage.remote import (
     upload,
     whole_ones,
 )
+from spartito.storage.stores import FsspecStore
 
 
 class Memory(Store):
@@ -186,7 +186,7 @@ def test_a_changed_file_is_not_read(written: Path, tmp_path: Path) -> None:
         download(store, called(1), tmp_path / "read")
 
 
-@pytest.mark.parametrize("url", ["nope://x", "gs://x/y"])
-def test_a_protocol_that_cannot_be_used_is_named(url: str) -> None:
-    with pytest.raises(UserError, match=r"cannot be reached.*\n.*spartito\[remote\]"):
+@pytest.mark.parametrize(("url", "extra"), [("nope://x", "remote"), ("gs://x/y", "gcs")])
+def test_a_protocol_that_cannot_be_used_is_named(url: str, extra: str) -> None:
+    with pytest.raises(UserError, match=rf"cannot be reached.*\n.*spartito\[{extra}\]"):
         FsspecStore(url)

@@ -303,7 +303,7 @@ def test_a_store_that_cannot_be_read_begins_nothing_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("spartito.storage.remote.PAUSES", (0.0,))
+    monkeypatch.setattr("spartito.storage.stores.PAUSES", (0.0,))
     url = f"memory://{tmp_path}"
     before = stopped_in_a_store(url)
     assert len(before) == 2 * 4

@@ -16,26 +16,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
 from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit
 
 from spartito.errors import UserError
+from spartito.storage.object_client import by_obstore, connect_objects, no_package
 from spartito.storage.remote import UnreadableError, is_remote, local_path
 
 T = TypeVar("T")
 
 PAUSES = (0.1, 0.5, 2.0, 8.0)
 """Seconds before a range that could not be read is asked for again."""
-
-OBJECTS = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "http", "https"})
-"""Protocols that obstore speaks."""
-
-EXTRAS = {
-    **dict.fromkeys(("s3", "s3a"), "s3"),
-    **dict.fromkeys(("gs", "gcs"), "gcs"),
-    **dict.fromkeys(("az", "azure", "abfs", "abfss"), "azure"),
-    "hf": "hf",
-}
-"""The extra of the package that brings what a protocol needs; others need ``remote``."""
 
 _PATTERN = re.compile(r"[*?\[{]")
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -142,20 +131,7 @@ class ObjectFiles(Files):
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._web = url.startswith("http")
-        try:
-            self._client: Any = importlib.import_module("obstore")
-            made: Any = importlib.import_module("obstore.store").from_url
-        except ImportError as error:
-            raise _no_package(url, error) from error
-        options: dict[str, Any] = {"client_options": {"allow_http": True}}
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        if url.startswith("s3") and endpoint:
-            options["endpoint"] = endpoint
-        retries = {"max_retries": 0}  # we do, see `attempts`
-        try:
-            self._store = made(self.url, retry_config=retries, **options)
-        except Exception as error:
-            raise UserError(f"{url} cannot be reached: {error}", "Check the URL.") from error
+        self._client, self._store = connect_objects(url, retries=0)  # `attempts` tries again
 
     def find(self) -> list[File]:
         if self._web:
@@ -197,9 +173,9 @@ class FsspecFiles(Files):
             core: Any = importlib.import_module("fsspec.core")
             self._files, root = core.url_to_fs(self.url)
         except (ImportError, ValueError) as error:
-            raise _no_package(url, error) from error
+            raise no_package(url, error) from error
         except Exception as error:  # some protocols connect here
-            raise _refused(url, "reached", error) from error
+            raise refused(url, "reached", error) from error
         self._root = root.rstrip("/")
 
     def find(self) -> list[File]:
@@ -230,7 +206,7 @@ def open_files(url: str) -> Files:
     """
     if not is_remote(url) or local_path(url):
         return LocalFiles(os.path.abspath(os.path.expanduser(local_path(url))))
-    return (ObjectFiles if urlsplit(url).scheme in OBJECTS else FsspecFiles)(url)
+    return (ObjectFiles if by_obstore(url) else FsspecFiles)(url)
 
 
 def match_files(url: str, suffixes: tuple[str, ...] = ()) -> tuple[Files, list[File]]:
@@ -300,7 +276,7 @@ def attempts(read: Callable[[], T], what: str, done: str) -> T:
             raise
         except Exception as error:
             if pause is None or is_for_good(error):
-                raise _refused(what, done, error) from error
+                raise refused(what, done, error) from error
             time.sleep(pause)
     raise AssertionError
 
@@ -425,16 +401,13 @@ def _of_fsspec(name: str, facts: Any) -> File:
     return File(name, int(facts.get("size") or 0), version)
 
 
-def _refused(what: str, done: str, error: Exception) -> UserError:
+def refused(what: str, done: str, error: Exception) -> UserError:
+    """The error for what a store refuses.
+
+    Args:
+        what: Which file or folder.
+        done: What was to be done with it, in a word.
+        error: What the store's client said.
+    """
     why = str(error).partition("\n\nDebug source")[0].strip() or type(error).__name__
     return UnreadableError(f"{what} cannot be {done}: {why}", "Is it there, and yours?")
-
-
-def _no_package(url: str, error: Exception) -> UserError:
-    scheme = urlsplit(url).scheme
-    extra = EXTRAS.get(scheme, "remote")
-    return UserError(
-        f"{url} cannot be reached: {error}",
-        f"pip install 'spartito[{extra}]'"
-        + (f", and the package of {scheme}:// for fsspec." if extra == "remote" else "."),
-    )

@@ -14,15 +14,13 @@ cannot be read at the moment says nothing of it: it is an error, and no reason t
 
 from __future__ import annotations
 
-import importlib
 import re
 import secrets
-import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
-from spartito.errors import UnwritableError, UserError
+from spartito.errors import UserError
 from spartito.storage.atomic import (
     MANIFEST,
     Manifest,
@@ -31,18 +29,9 @@ from spartito.storage.atomic import (
     read_manifest,
     verify,
 )
-from spartito.storage.limited import limited
-
-T = TypeVar("T")
 
 PLAN = "spartito-upload.json"
 """The file that says what an upload is going to write: the manifest, before the files."""
-
-PAUSES = (0.5, 2.0)
-"""Seconds before a store that could not be read is asked again."""
-
-SILENCE = 150.0
-"""Seconds: half of the usual time limit of a job, so that other tasks still wait for this one."""
 
 _NAME = re.compile(r"[\w.-]+\.[0-9a-f]{8}([0-9a-f]{8})?")
 
@@ -87,104 +76,6 @@ def local_path(path: str) -> str:
     """Where a path or the URL of a store lies in this machine's file systems; "" elsewhere."""
     protocol, _, rest = path.rpartition("://")
     return rest if protocol in ("", "file", "local") else ""
-
-
-class FsspecStore(Store):
-    """Files under a URL of any protocol that fsspec knows.
-
-    Args:
-        url: As ``s3://bucket/run``; options and keys are those of fsspec's configuration.
-        silence: Seconds in which nothing moves after which a call ends with an error that names
-            the store, see `limited`.
-
-    Raises:
-        UserError: The protocol is unknown, its package is not installed, or it cannot be reached.
-    """
-
-    def __init__(self, url: str, silence: float = SILENCE) -> None:
-        self.url, self._silence = url.rstrip("/"), silence
-        try:
-            core: Any = importlib.import_module("fsspec.core")
-            self._callback: Any = importlib.import_module("fsspec.callbacks").Callback
-            self._files, self._root = limited(lambda _: core.url_to_fs(self.url), self._silence)
-        except (ImportError, ValueError) as error:
-            raise UserError(
-                f"{url} cannot be reached: {error}",
-                "pip install 'spartito[remote]' and the package of this protocol, as s3fs or "
-                "gcsfs, or name a folder.",
-            ) from error
-        except Exception as error:  # some protocols connect here
-            raise self._refused("reached", UnreadableError, error) from error
-
-    def sizes(self) -> dict[str, int]:
-        def find() -> dict[str, int]:
-            self._files.invalidate_cache()
-            try:
-                found = self._files.find(self._root, detail=True)
-            except FileNotFoundError:
-                return {}
-            return {path[len(self._root) + 1 :]: int(f["size"]) for path, f in found.items()}
-
-        return self._read("listed", lambda _: find())
-
-    def read(self, name: str) -> bytes:
-        return self._read("read", lambda _: bytes(self._files.cat_file(self._path(name))))
-
-    def get(self, name: str, file: Path) -> None:
-        path = self._path(name)
-        self._read(
-            "read",
-            lambda moved: self._files.get_file(path, str(file), callback=self._told_by(moved)),
-            lambda: int(self._files.size(path) or 0),
-        )
-
-    def put(self, file: Path, name: str) -> None:
-        path = self._path(name)
-
-        def put(moved: Callable[[], None]) -> None:
-            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self._files.put_file(str(file), path, callback=self._told_by(moved))
-
-        try:
-            limited(put, self._silence, file.stat().st_size)
-        except Exception as error:
-            raise self._refused("written", UnwritableError, error) from error
-
-    def remove(self, name: str) -> None:
-        try:
-            limited(lambda _: self._files.rm_file(self._path(name)), self._silence)
-        except Exception as error:
-            raise self._refused("written", UnwritableError, error) from error
-
-    def _path(self, name: str) -> str:
-        return f"{self._root}/{name}"
-
-    def _read(
-        self,
-        done: str,
-        work: Callable[[Callable[[], None]], T],
-        size: Callable[[], int] = int,
-    ) -> T:
-        """Read, again where that fails for a moment."""
-        for pause in (*PAUSES, None):
-            try:
-                expected = limited(lambda _: size(), self._silence)
-                return limited(work, self._silence, expected)
-            except Exception as error:
-                for_good = isinstance(error, FileNotFoundError | PermissionError | TimeoutError)
-                if for_good or pause is None:
-                    raise self._refused(done, UnreadableError, error) from error
-                time.sleep(pause)
-        raise AssertionError
-
-    def _told_by(self, moved: Callable[[], None]) -> Any:
-        """What fsspec tells of its progress."""
-        return self._callback(hooks={"moved": lambda *_, **__: moved()})
-
-    def _refused(self, done: str, kind: type[UserError], error: Exception) -> UserError:
-        """Name the store in whatever its package raises."""
-        why = str(error) or type(error).__name__
-        return kind(f"{self.url} cannot be {done}: {why}", "Is it there, and yours?")
 
 
 def new_name(name: str) -> str:

@@ -18,8 +18,8 @@ from typing import Literal
 from spartito import folders
 from spartito.cluster.limits import time_limit
 from spartito.log import warn
-from spartito.storage.remote import FsspecStore
 from spartito.storage.store_lock import FOLDER, HeldStore
+from spartito.storage.stores import open_store
 
 State = Literal["begun", "running", "complete", "interrupted"]
 
@@ -62,7 +62,7 @@ def hold_store(where: str, inherits: bool) -> HeldStore:
     """
     if where not in _stores:
         folders.at_end(end)
-        _stores[where] = HeldStore(FsspecStore(f"{where}/{FOLDER}", time_limit() / 2), inherits)
+        _stores[where] = HeldStore(open_store(f"{where}/{FOLDER}", time_limit() / 2), inherits)
     return _stores[where]
 
 

@@ -19,8 +19,9 @@ from spartito.folders import hold
 from spartito.log import note
 from spartito.steps.task_end import PREEMPTING
 from spartito.storage.atomic import read_manifest
-from spartito.storage.remote import FsspecStore, is_remote, local_path
+from spartito.storage.remote import is_remote, local_path
 from spartito.storage.store_lock import HeldStore
+from spartito.storage.stores import open_store
 from spartito.training.arguments import known_names
 from spartito.training.backups import fit_count
 from spartito.training.backups.fit_count import Fit
@@ -361,7 +362,7 @@ class BackupAndRestore(Callback):
     def _backups_of(self, number: int) -> Backups:
         where = self._where
         if is_remote(where):
-            return RemoteBackups(FsspecStore(f"{where}/{folder_of(number)}", time_limit() / 2))
+            return RemoteBackups(open_store(f"{where}/{folder_of(number)}", time_limit() / 2))
         return LocalBackups(Path(where) / folder_of(number))
 
     def _kept(self, fit: Fit) -> Fit:
