@@ -98,7 +98,7 @@ def test_the_second_epoch_decodes_nothing(
     (folder / "b" / "11.jpg").unlink()
     data = chain(folder, where if where == "memory" else tmp_path / "kept")
     first = epochs(data, 1)
-    monkeypatch.setattr(cache, "read_pixels", refuse)
+    monkeypatch.setattr(cache, "pixels_of", refuse)
     assert_same(epochs(data, 1), first)
     if where == "directory":  # a later run
         assert_same(epochs(chain(folder, tmp_path / "kept"), 1), first)
@@ -130,7 +130,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = folder / "a" / "0.png"
-    real = decode.read_pixels
+    real = decode.pixels_of
 
     def change(*given: Any) -> Any:
         found = real(*given)
@@ -139,9 +139,9 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(
 
     for where in ("memory", tmp_path / "kept"):
         source = image_folder_source(folder, SIZE, cache=where)
-        monkeypatch.setattr(cache, "read_pixels", change)
+        monkeypatch.setattr(cache, "pixels_of", change)
         source.read(str(path))
-        monkeypatch.setattr(cache, "read_pixels", real)
+        monkeypatch.setattr(cache, "pixels_of", real)
         assert source.read(str(path)).max() == 9
 
 

@@ -52,7 +52,7 @@ def pets(tmp_path: Path) -> Path:
 
 
 def names(source: ImageFolder, root: Path) -> list[str]:
-    return [source.path(i).relative_to(root).as_posix() for i in range(len(source))]
+    return [Path(path).relative_to(root).as_posix() for path in source.paths]
 
 
 def test_classes_files_and_labels_are_sorted(pets: Path) -> None:

@@ -85,5 +85,5 @@ def test_what_is_no_text_is_refused(tmp_path: Path, content: bytes | None, words
 
 
 def test_a_folder_is_no_text(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="Is a directory"):
+    with pytest.raises(UserError, match="is a directory"):
         sp.data.characters(tmp_path)

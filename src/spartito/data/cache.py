@@ -10,49 +10,72 @@ import os
 import shutil
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
-from typing import ClassVar
+from typing import ClassVar, Protocol
 from weakref import WeakSet
 
 import numpy as np
 import PIL
 from numpy.typing import NDArray
 
-from spartito.data.decode import MODES, Color, read_pixels
+from spartito.data.decode import MODES, Color, pixels_of
+from spartito.data.headers import promised_format
+from spartito.data.image_files import ImageFiles, LocalImages, Stamp
 from spartito.errors import UserError
 from spartito.log import warn
+from spartito.storage.remote import is_remote
 from spartito.system.capacity import available_memory
 
 Pixels = NDArray[np.uint8]
-Reader = Callable[[str], Pixels]
-"""From a path to pixels of shape ``(height, width, channels)``; raises `ImageFault`."""
 
-Stamp = tuple[int, int]
-"""A file's size in bytes, and the nanosecond of its last change."""
+
+class Reader(Protocol):
+    """From a path to pixels of shape ``(height, width, channels)``; raises `ImageFault`."""
+
+    def __call__(self, path: str, /) -> Pixels: ...
+
+    def expect(self, paths: Sequence[str]) -> None:
+        """Hear which ones will be read next, each once."""
+        ...
+
 
 SHARE = 0.8
 """The part of the free memory that a cache may take; the rest is for the training."""
 
-_HEAD = struct.Struct("<QqI")  # the stamp, and a CRC-32 of the stamp and the pixels
+_HEAD = struct.Struct("<Q8sI")  # the stamp, and a CRC-32 of it and the pixels
 
 _full = Lock()
 """Held while one thread says that a cache takes no more."""
 
 
 class Decoding:
-    """Reads pixels from the images' own files, and keeps nothing."""
+    """Reads pixels from the images' own files, and keeps nothing.
 
-    def __init__(self, image_size: tuple[int, int], color: Color) -> None:
+    Args:
+        image_size: Height and width.
+        color: "rgb" or "grayscale".
+        files: Where the images lie; None: on this machine.
+    """
+
+    def __init__(
+        self, image_size: tuple[int, int], color: Color, files: ImageFiles | None = None
+    ) -> None:
         self.image_size, self.color = image_size, color
+        self.files: ImageFiles = LocalImages() if files is None else files
         self.shape = *image_size, len(MODES[color])
 
     def __call__(self, path: str) -> Pixels:
         """The pixels of the image at ``path``."""
-        return read_pixels(path, self.image_size, self.color)
+        data = self.files.read(path)
+        return pixels_of(data, promised_format(path), self.image_size, self.color)
+
+    def expect(self, paths: Sequence[str]) -> None:
+        """As `Reader.expect`."""
+        self.files.expect(paths)
 
 
 class MemoryCache:
@@ -88,14 +111,20 @@ class MemoryCache:
 
     def __call__(self, path: str) -> Pixels:
         """The pixels of the image at ``path``."""
-        stamp = _stamp(path)
+        stamp = self._decode.files.stamp(path)
         kept = self._kept.get(path)
         if kept is not None and kept[0] == stamp:
             return kept[1]
         pixels = self._decode(path)
-        if stamp is not None and _stamp(path) == stamp:  # else it changed while it was read
+        if (
+            stamp is not None and self._decode.files.stamp(path) == stamp
+        ):  # else it changed while it was read
             self._kept[path] = stamp, pixels
         return pixels
+
+    def expect(self, paths: Sequence[str]) -> None:
+        """As `Reader.expect`."""
+        self._decode.expect([path for path in paths if path not in self._kept])
 
 
 class DirectoryCache:
@@ -132,7 +161,7 @@ class DirectoryCache:
 
     def __call__(self, path: str) -> Pixels:
         """The pixels of the image at ``path``."""
-        stamp = _stamp(path)
+        stamp = self._decode.files.stamp(path)
         if stamp is None:
             return self._decode(path)
         file = self._file(path)
@@ -140,12 +169,19 @@ class DirectoryCache:
         if kept is not None:
             return kept
         pixels = self._decode(path)
-        if self._writes and _stamp(path) == stamp:  # else it changed while it was read
+        if (
+            self._writes and self._decode.files.stamp(path) == stamp
+        ):  # else it changed while it was read
             self._store(file, stamp, pixels)
         return pixels
 
+    def expect(self, paths: Sequence[str]) -> None:
+        """As `Reader.expect`."""
+        self._decode.expect([path for path in paths if not os.path.exists(self._file(path))])
+
     def _file(self, path: str) -> str:
-        name = blake2b(os.fsencode(os.path.abspath(path)), digest_size=16).hexdigest()
+        where = path if is_remote(path) else os.path.abspath(path)
+        name = blake2b(os.fsencode(where), digest_size=16).hexdigest()
         return f"{self._directory}/{name[:2]}/{name[2:]}"
 
     def _load(self, file: str, stamp: Stamp) -> Pixels | None:
@@ -196,19 +232,11 @@ def make_cache(
     return DirectoryCache(decode, where, count)
 
 
-def _stamp(path: str) -> Stamp | None:
-    """The stamp of a file, None if it cannot be read."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_size, found.st_mtime_ns
-
-
 def _head(stamp: Stamp, pixels: bytes | memoryview) -> bytes:
     """What stands in front of the pixels in a file."""
-    size, changed = stamp
-    return _HEAD.pack(size, changed, zlib.crc32(pixels, zlib.crc32(b"%d %d" % stamp)))
+    size, version = stamp
+    digest = blake2b(version.encode(), digest_size=8).digest()
+    return _HEAD.pack(size, digest, zlib.crc32(pixels, zlib.crc32(b"%d" % size + digest)))
 
 
 def _said(decode: Decoding, count: int) -> str:

@@ -14,6 +14,7 @@ from spartito.data.dataset import Dataset, arrays
 from spartito.data.idx_format import find_idx
 from spartito.data.images import ImageFolder, Subset, image_folder_source
 from spartito.data.packaged import split_digits
+from spartito.storage.remote import is_remote
 from spartito.system.capacity import available_cores
 
 MOST_THREADS = 16
@@ -38,7 +39,8 @@ def image_folder(
     ``image_size``.
 
     Args:
-        directory: The folder that has the folders of the classes.
+        directory: The folder that has the folders of the classes, or its URL in a store, as
+            ``s3://bucket/photos``: what is fetched is kept in this machine's cache.
         image_size: Height and width, to which all images are scaled.
         validation_split: The fraction of the images that is kept for validation; None keeps none.
         subset: "training" or "validation"; None takes all images, without a split.
@@ -59,7 +61,9 @@ def image_folder(
     source: ImageFolder = image_folder_source(
         directory, image_size, validation_split, subset, seed, cache=cache, **options
     )
-    threads = min(MOST_THREADS, max(1, available_cores() // replicas_here()))
+    cores = max(1, available_cores() // replicas_here())
+    # Of two threads one decodes while the other waits for a store.
+    threads = min(MOST_THREADS, cores if not is_remote(os.fspath(directory)) else 2 * cores)
     return replace(Dataset(source), classes=source.classes).prefetch(threads + 2, threads)
 
 
@@ -67,7 +71,7 @@ def idx(directory: str | Path, split: Literal["train", "test"] = "train") -> Dat
     """The images of MNIST's four IDX files (Fashion-MNIST's too).
 
     Args:
-        directory: The folder that has the files, as they are or compressed by gzip.
+        directory: The folder that has the files, as they are or compressed by gzip, or its URL.
         split: "train" or "test".
 
     Returns:

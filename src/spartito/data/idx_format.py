@@ -10,6 +10,8 @@ import gzip
 import math
 import os
 import zlib
+from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
@@ -18,6 +20,9 @@ from numpy.typing import NDArray
 
 from spartito.errors import UserError
 from spartito.names import nearest
+from spartito.storage.files import open_files
+from spartito.storage.remote import AbsentError
+from spartito.storage.whole_files import read_whole
 
 TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 SPLITS = {"train": "train", "test": "t10k"}
@@ -29,21 +34,20 @@ Split = Literal["train", "test"]
 def read_idx(path: Path | str) -> NDArray[np.generic]:
     """The array in an IDX file, in the machine's byte order; gzip is found by its first bytes.
 
-    Nothing is allocated for what a header promises, only for what is there. Raises `UserError`
-    naming the file and the rule that it breaks.
+    Args:
+        path: Its path or URL.
+
+    Raises:
+        UserError: It is not there, or no such file; the error names the rule that it breaks.
     """
+    data = read_whole(path)
+    file: BinaryIO = BytesIO(data)
     try:
-        with open(path, "rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
-            file.seek(0)
-            return _read(cast("BinaryIO", gzip.GzipFile(fileobj=file)) if packed else file, path)
+        if data.startswith(b"\x1f\x8b"):  # unpacked as it is read: a header may promise anything
+            file = cast("BinaryIO", gzip.GzipFile(fileobj=file))
+        return _read(file, path)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise _broken(path, f"its gzip stream is broken: {error}") from error
-    except OSError as error:
-        raise UserError(
-            f"IDX file {os.fspath(path)!r} cannot be read: {error.strerror or error}",
-            "Check the path.",
-        ) from error
 
 
 def find_idx(
@@ -68,13 +72,15 @@ def find_idx(
     return cast("NDArray[np.uint8]", images), labels.astype(np.int64)
 
 
-def _find(directory: Path | str, stem: str, kind: str) -> Path:
-    if not os.path.isdir(directory):
-        raise UserError(f"directory {os.fspath(directory)!r} does not exist", "Check the path.")
+def _find(directory: Path | str, stem: str, kind: str) -> str:
+    files = open_files(os.fspath(directory))
     names = [f"{stem}{dot}{kind}{end}" for dot in "-." for end in ("", ".gz")]
+    if files.local and not os.path.isdir(files.url):
+        raise UserError(f"directory {os.fspath(directory)!r} does not exist", "Check the path.")
     for name in names:
-        if (path := Path(directory, name)).is_file():
-            return path
+        with suppress(AbsentError):
+            files.look(name)
+            return f"{files.url}/{name}"
     raise UserError(
         f"{os.fspath(directory)!r} has no file {names[0]}",
         f"It may be called {', '.join(names)}.",

@@ -6,9 +6,10 @@ As Keras' ``image_dataset_from_directory``; the files are read when a sample is 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,10 +21,14 @@ from spartito.cluster.resolver import replicas_here
 from spartito.data.cache import Decoding, Reader, make_cache
 from spartito.data.decode import MODES, Color, read_pixels
 from spartito.data.headers import EXTENSIONS, ImageFault
+from spartito.data.image_files import ImageFiles, LocalImages, RemoteImages
 from spartito.data.source import BatchSource, Found
-from spartito.data.walk import image_files, subfolders
+from spartito.data.walk import image_files, is_image, subfolders
 from spartito.errors import CorruptSampleError, UserError
 from spartito.names import nearest
+from spartito.storage.files import open_files
+from spartito.storage.remote import is_remote, local_path
+from spartito.storage.span_cache import default_cache
 
 Subset = Literal["training", "validation"]
 SUBSETS: tuple[Subset, ...] = ("training", "validation")
@@ -61,7 +66,7 @@ def _corrupt(path: Path | str) -> Iterator[None]:
     try:
         yield
     except ImageFault as fault:
-        if not os.path.exists(path):
+        if not is_remote(os.fspath(path)) and not os.path.exists(path):
             raise CorruptSampleError(
                 f"there is no image {os.fspath(path)!r}", "Check the path."
             ) from fault
@@ -120,6 +125,7 @@ class ImageFolder(BatchSource):
 
     def read_batch(self, indices: Sequence[int]) -> Found:
         """As `BatchSource.read_batch`: pixels become floating where they stay, in the batch."""
+        self.read.expect([self.paths[index] for index in indices])
         batch: NDArray[Any] | None = None
         kept: list[int] = []
         corrupt: list[tuple[int, str]] = []
@@ -142,9 +148,22 @@ class ImageFolder(BatchSource):
         y = self._targets[[indices[position] for position in kept]]
         return Found((x, y), kept, corrupt)
 
-    def path(self, index: int) -> Path:
-        """Where the sample at ``index`` lies."""
-        return Path(self.paths[index])
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """The images of a folder, one folder per class.
+
+    Attributes:
+        classes: Their names, sorted.
+        paths: Of the images, those of the first class first.
+        labels: The index of the class of each.
+        files: Where they lie.
+    """
+
+    classes: tuple[str, ...]
+    paths: tuple[str, ...]
+    labels: tuple[int, ...]
+    files: ImageFiles
 
 
 def image_folder_source(
@@ -161,53 +180,92 @@ def image_folder_source(
 ) -> ImageFolder:
     """The images below ``directory``, one folder per class, labelled by the folders' sorted order.
 
-    Folders are searched at any depth. ``validation_split`` with ``subset`` takes one part of a
-    split that depends on the files' number and ``seed`` alone: see `split_order`. ``cache`` keeps
-    decoded pixels: "memory", or a directory.
+    It may be the URL of a folder in a store. Folders are searched at any depth.
+    ``validation_split`` with ``subset`` takes one part of a split that depends on the files'
+    number and ``seed`` alone: see `split_order`. ``cache`` keeps decoded pixels: "memory", or a
+    directory.
 
     Raises `UserError`: no such directory, fewer than two classes, a class without an image, a
     value out of range, a cache larger than the free memory or disk.
     """
     _check_options(image_size, validation_split, subset, seed, color, dtype)
-    classes = _classes(directory)
-    paths: list[str] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
-        files = image_files(os.path.join(directory, name), extensions).images
-        if not files:
-            raise UserError(
-                f"class folder {name!r} of {os.fspath(directory)!r} has no image "
-                f"({', '.join(extensions)})",
-                "Remove the folder, or put images into it.",
-            )
-        paths += files
-        labels += [label] * len(files)
-    order = split_order(len(paths), validation_split, subset, seed)
+    where = os.fspath(directory)
+    look = _in_store if is_remote(where) and not local_path(where) else _in_folder
+    found = look(local_path(where) or where, extensions)
+    order = split_order(len(found.paths), validation_split, subset, seed)
     if not len(order):
         raise UserError(
-            f"validation_split={validation_split} of {len(paths)} images leaves none for {subset}",
+            f"validation_split={validation_split} of {len(found.paths)} images leaves none for "
+            f"{subset}",
             "Choose another fraction.",
         )
+    decoding = Decoding(image_size, color, found.files)
     return ImageFolder(
-        classes,
-        tuple(paths[i] for i in order),
-        tuple(labels[i] for i in order),
-        make_cache(cache, Decoding(image_size, color), len(order), replicas_here()),
+        found.classes,
+        tuple(found.paths[i] for i in order),
+        tuple(found.labels[i] for i in order),
+        make_cache(cache, decoding, len(order), replicas_here()),
         dtype,
     )
 
 
-def _classes(directory: Path | str) -> tuple[str, ...]:
+def _in_folder(directory: str, extensions: Sequence[str]) -> Labelled:
+    """The images of a folder of this machine."""
     classes = subfolders(directory)
+    _check_classes(directory, classes)
+    by_class = {
+        name: image_files(os.path.join(directory, name), extensions).images for name in classes
+    }
+    return _labelled(directory, by_class, extensions, LocalImages())
+
+
+def _in_store(url: str, extensions: Sequence[str]) -> Labelled:
+    """The images of a folder in a store, in the order that they have in one of this machine."""
+    files = open_files(url)
+    found = sorted(files.find(), key=lambda file: file.name.split("/"))
+    by_class: dict[str, tuple[str, ...]] = {}
+    for name, group in groupby(found, key=lambda file: file.name.partition("/")[0]):
+        inside = [file.name for file in group if "/" in file.name]
+        if inside:
+            by_class[name] = tuple(
+                f"{files.url}/{each}"
+                for each in inside
+                if is_image(each.rpartition("/")[2], extensions)
+            )
+    _check_classes(files.url, tuple(by_class))
+    remote = RemoteImages(files, found, default_cache())
+    return _labelled(files.url, by_class, extensions, remote)
+
+
+def _labelled(
+    where: str,
+    by_class: Mapping[str, tuple[str, ...]],
+    extensions: Sequence[str],
+    files: ImageFiles,
+) -> Labelled:
+    for name, paths in by_class.items():
+        if not paths:
+            raise UserError(
+                f"class folder {name!r} of {where!r} has no image ({', '.join(extensions)})",
+                "Remove the folder, or put images into it.",
+            )
+    counted = enumerate(by_class.values())
+    return Labelled(
+        tuple(by_class),
+        tuple(chain.from_iterable(by_class.values())),
+        tuple(label for label, paths in counted for _ in paths),
+        files,
+    )
+
+
+def _check_classes(where: str, classes: tuple[str, ...]) -> None:
     layout = "Make one folder per class: DIR/cat/1.jpg, DIR/dog/1.jpg."
     if not classes:
-        raise UserError(f"{os.fspath(directory)!r} has no folders of classes", layout)
+        raise UserError(f"{where!r} has no folders of classes", layout)
     if len(classes) == 1:
         raise UserError(
-            f"{os.fspath(directory)!r} has only one class, {classes[0]!r}; at least 2 are needed",
-            layout,
+            f"{where!r} has only one class, {classes[0]!r}; at least 2 are needed", layout
         )
-    return classes
 
 
 def _check_options(

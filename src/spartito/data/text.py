@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from spartito.data.dataset import Dataset
 from spartito.errors import UserError
+from spartito.storage.whole_files import read_whole
 
 FILE = "files/shakespeare.txt.gz"
 VALIDATION = 0.1
@@ -58,8 +58,8 @@ def characters(
     """Parts of a text, and for each character the one that comes next.
 
     Args:
-        file: A text in UTF-8; None takes six tragedies by Shakespeare, which come with the
-            package.
+        file: The path or URL of a text in UTF-8; None takes six tragedies by Shakespeare, which
+            come with the package.
         subset: "training" has the first nine tenths of the text, "validation" the last one.
         context: Characters of an example.
 
@@ -126,9 +126,7 @@ def _read(file: Any) -> tuple[str, str]:
         packed = (files("spartito.data") / FILE).read_bytes()
         return gzip.decompress(packed).decode("ascii"), "the text of the package"
     try:
-        return Path(file).read_text(encoding="utf-8"), str(file)
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}", "Give a file with a text in it.") from error
+        return read_whole(file).decode("utf-8"), str(file)
     except UnicodeDecodeError as error:
         raise UserError(
             f"{file} is no text in UTF-8: byte {error.start} is {error.object[error.start]:#04x}",

@@ -25,9 +25,8 @@ def image_files(directory: Path | str, extensions: Sequence[str] = EXTENSIONS) -
     Names with a dot in front (``.DS_Store``, ``._1.jpg``) are passed over as hidden. A linked
     folder is followed, each folder is read once. Raises `UserError` for what cannot be listed.
     """
-    endings = tuple(e.lower() for e in extensions)
     names = list(_walk(os.fspath(directory), set()))
-    images = tuple(n for n in names if _is_image(os.path.basename(n), endings))
+    images = tuple(n for n in names if is_image(os.path.basename(n), extensions))
     return Files(images, len(names) - len(images))
 
 
@@ -40,8 +39,9 @@ def subfolders(directory: Path | str) -> tuple[str, ...]:
     )
 
 
-def _is_image(name: str, endings: tuple[str, ...]) -> bool:
-    return not name.startswith(".") and name.lower().endswith(endings)
+def is_image(name: str, extensions: Sequence[str]) -> bool:
+    """Whether a file of this name is read as an image: it ends as one, and is not hidden."""
+    return not name.startswith(".") and name.lower().endswith(tuple(map(str.lower, extensions)))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

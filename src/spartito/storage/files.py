@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from spartito.errors import UserError
 from spartito.storage.object_client import by_obstore, connect_objects, no_package
-from spartito.storage.remote import UnreadableError, is_remote, local_path
+from spartito.storage.remote import AbsentError, UnreadableError, is_remote, local_path
 
 T = TypeVar("T")
 
@@ -68,7 +68,8 @@ class Files(Protocol):
         """One file.
 
         Raises:
-            UserError: It is not there, or may not be read.
+            AbsentError: It is not there.
+            UserError: It may not be read.
         """
         ...
 
@@ -105,7 +106,8 @@ class LocalFiles(Files):
         try:
             status = os.stat(os.path.join(self.url, name))
         except OSError as error:
-            raise UserError(
+            kind = AbsentError if isinstance(error, FileNotFoundError) else UnreadableError
+            raise kind(
                 f"{os.path.join(self.url, name)!r} cannot be read: {error.strerror}",
                 "Check the path.",
             ) from error
@@ -410,4 +412,9 @@ def refused(what: str, done: str, error: Exception) -> UserError:
         error: What the store's client said.
     """
     why = str(error).partition("\n\nDebug source")[0].strip() or type(error).__name__
-    return UnreadableError(f"{what} cannot be {done}: {why}", "Is it there, and yours?")
+    kind = AbsentError if _is_absent(error) else UnreadableError
+    return kind(f"{what} cannot be {done}: {why}", "Is it there, and yours?")
+
+
+def _is_absent(error: Exception) -> bool:
+    return isinstance(error, FileNotFoundError) or type(error).__name__ == "NotFoundError"

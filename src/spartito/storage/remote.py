@@ -40,6 +40,10 @@ class UnreadableError(UserError):
     """A store could not be read, for now or for good: nobody knows what is there."""
 
 
+class AbsentError(UnreadableError):
+    """A file or bucket is not there."""
+
+
 class Store(Protocol):
     """Files by name, each written and removed whole, one after the other."""
 

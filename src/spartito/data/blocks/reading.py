@@ -10,8 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from spartito.data.blocks.formats import Columns, Format, Span
 from spartito.data.blocks.index import Blocks
 from spartito.errors import UserError
-from spartito.storage.files import Files, read_range
-from spartito.storage.span_cache import Entry, SpanCache
+from spartito.storage.files import Files
+from spartito.storage.span_cache import SpanCache
+from spartito.storage.whole_files import read_cached
 
 THREADS = 16
 """Blocks that are fetched together."""
@@ -120,9 +121,4 @@ class BlockReader:
 
     def _bytes(self, block: int, span: Span) -> bytes:
         file, _, _ = self._blocks.find(block)
-        start, stop = span
-        if self._cache is None:
-            return read_range(self._files, file, start, stop)
-        words = ("span", self._files.url, file.name, str(file.size), file.version)
-        entry = Entry((*words, str(start), str(stop)))
-        return self._cache.get(entry, lambda: read_range(self._files, file, start, stop))
+        return read_cached(self._files, file, *span, self._cache)
