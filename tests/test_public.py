@@ -34,6 +34,7 @@ LAYERS = [
         "heartbeat",
         "life",
         "status",
+        "urls",
         "waiting",
         "wire",
         "_lazy",

@@ -70,7 +70,7 @@ def test_what_a_recipe_is_told(tmp_path: Path) -> None:
         epochs=3,
         seed=7,
         batch_size=16,
-        data=tmp_path,
+        data=str(tmp_path),
         out=tmp_path / "My Trial",
     )
     alone, both, served = jobs(found).values()
@@ -91,7 +91,7 @@ def test_paths_lead_from_the_file_to_where_the_user_meant(
     (tmp_path / "here" / "photos").mkdir(parents=True)
     (tmp_path / "here" / "train.py").touch()
     monkeypatch.chdir(tmp_path / "here")
-    found = plan("train.py", "/data", strategies="one_device", data=Path("photos"), epochs=2)
+    found = plan("train.py", "/data", strategies="one_device", data="photos", epochs=2)
     (job,) = jobs(found).values()
     assert job.command == ("env", "SPARTITO_EPOCHS=2", "python", "/scripts/train.py", "/data")
     volumes = yaml.safe_load(compose_file(job))["x-task"]["volumes"]

@@ -355,7 +355,7 @@ def test_what_a_recipe_is_started_with(tmp_path: Path) -> None:
         strategies="parameter_server",
         epochs=3,
         seed=7,
-        data=Path("digits"),
+        data="digits",
         batch_size=64,
         slow=["worker:1=0.5"],
         out=tmp_path / "new",

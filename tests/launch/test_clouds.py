@@ -81,9 +81,9 @@ def many() -> list[tuple[str, str]]:
         whole: dict[str, Any] = {"workers": 2, "out": KEPT[tool], "image": "a.example/b:1"}
         data = Path("pictures" if tool == "sky" else "/mnt/pictures")
         found.append((tool, text_of(tool, "train.py", "a 'b'\n c", "${x}", data=data, **whole)))
-        found.append((tool, text_of(tool, data=Path("https://e.example/a b.tgz"), **whole)))
-    found.append(("sky", text_of("sky", data=Path("gs://d"), out=KEPT["sky"], restarts=2)))
-    found.append(("dstack", text_of("dstack", out=Path("kept"), data=Path("pictures"))))
+        found.append((tool, text_of(tool, data="https://e.example/a b.tgz", **whole)))
+    found.append(("sky", text_of("sky", data="gs://d", out=KEPT["sky"], restarts=2)))
+    found.append(("dstack", text_of("dstack", out=Path("kept"), data="pictures")))
     return found
 
 

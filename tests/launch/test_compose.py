@@ -328,7 +328,7 @@ def test_the_documented_file_is_the_one_that_is_written() -> None:
 
 
 def test_a_recipe_gets_its_folders() -> None:
-    plan = plan_containers("mnist", ["--epochs=1"], workers=2, data=Path("photos"))
+    plan = plan_containers("mnist", ["--epochs=1"], workers=2, data="photos")
     assert plan.command[3:] == ("--out=/runs", "--data=/data", "--epochs=1")
     assert (str(plan.strategy), plan.data, plan.out, plan.name) == (
         "multi_worker_mirrored",
@@ -340,7 +340,7 @@ def test_a_recipe_gets_its_folders() -> None:
 
 def test_data_that_is_a_file_is_mounted_with_its_folder(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a text")
-    plan = plan_containers("gpt", [], workers=2, data=tmp_path / "text.txt")
+    plan = plan_containers("gpt", [], workers=2, data=str(tmp_path / "text.txt"))
     assert plan.command[3:] == ("--out=/runs", "--data=/data/text.txt")
     assert plan.data == "."
 
@@ -372,7 +372,7 @@ def test_a_script_is_mounted_from_its_folder(tmp_path: Path) -> None:
         ({"chief": True}, "--chief without --ps"),
         ({"strategy_options": "[1]"}, "is not a JSON object"),
         ({"strategy_options": "{"}, "is not JSON"),
-        ({"data": Path("nowhere")}, "--data nowhere is no folder"),
+        ({"data": "nowhere"}, "--data nowhere is no folder"),
         ({"name": "Big Job"}, "cannot name containers"),
         ({"image": "No//such"}, "is no name of an image"),
         ({"cpus": "1,2,3", "workers": 2}, "3 numbers for 2 workers"),

@@ -73,7 +73,7 @@ def test_every_file_is_valid(kind: str) -> None:
             **servers,
         }
         if gpus:
-            options |= {"data": Path("pictures"), "namespace": "ml", "storage_class": "nfs.fast"}
+            options |= {"data": "pictures", "namespace": "ml", "storage_class": "nfs.fast"}
         documents = written(**options)
         assert len({json.dumps([one["kind"], one["metadata"]]) for one in documents}) == len(
             documents
@@ -88,7 +88,7 @@ def test_files_of_jobs_that_recover_and_that_wait_in_a_queue_are_valid(kind: str
     for options in (
         {"recover": True, "wait": 9.0},
         {"queue": "team-a", "evaluator": True},
-        {"data": Path("https://example.org/digits.tgz"), "insecure": True},
+        {"data": "https://example.org/digits.tgz", "insecure": True},
     ):
         for one in written("train.py", "--lr", "$(TF_CONFIG)", kind=kind, workers=2, **options):
             check(one)
@@ -136,7 +136,7 @@ def test_exit_codes_decide_what_is_started_again() -> None:
     assert workers.spec["podReplacementPolicy"] == "Failed"
     assert everything(workers)["restartPolicy"] == "Never"
     for kind in KINDS:
-        url = Path("https://example.org/digits.zip")
+        url = "https://example.org/digits.zip"
         documents = written(kind=kind, workers=2, ps=2, evaluator=True, data=url, restarts=7)
         worker, ps, evaluator = jobs_of(documents)
         for job in (worker, ps, evaluator):
@@ -151,7 +151,7 @@ def test_exit_codes_decide_what_is_started_again() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_pod_has_more_rights_than_it_needs(kind: str) -> None:
-    url = Path("https://example.org:8443/digits.zip")
+    url = "https://example.org:8443/digits.zip"
     documents = written(kind=kind, workers=2, ps=1, gpus=True, data=url, cpus="1500m", memory="2Gi")
     for job in jobs_of(documents):
         pod = everything(job)

@@ -73,7 +73,7 @@ def test_the_documented_file_is_what_is_written() -> None:
 
 
 def test_a_recipe_gets_its_folders() -> None:
-    plan = plan_batch("mnist", ["--epochs=1"], workers=2, data=Path("digits"))
+    plan = plan_batch("mnist", ["--epochs=1"], workers=2, data="digits")
     words, told, _ = played(batch_file(plan))
     assert words == [
         "--cpus-per-task=1",
@@ -182,7 +182,7 @@ def test_workers_spread_over_the_nodes_and_servers_beside_them() -> None:
         ({"strategy": "mirrored", "ps": 1}, "has no parameter servers"),
         ({"nodes": 3, "ps": 1}, "--nodes 3 are more than the job's 2 tasks"),
         ({"strategy_options": "{"}, "is not JSON"),
-        ({"data": Path("nowhere")}, "--data nowhere is no folder"),
+        ({"data": "nowhere"}, "--data nowhere is no folder"),
         ({"name": "a job"}, "cannot name a job"),
         ({"partition": "a b"}, "--partition 'a b'"),
         ({"account": "x\n#SBATCH --nodes=9"}, "--account"),
@@ -240,7 +240,7 @@ def test_targets_that_cannot_be() -> None:
     with pytest.raises(UserError, match="Did you mean 'mnist'"):
         plan_batch("mnits")
     with pytest.raises(UserError, match="--data digits is for recipes"):
-        plan_batch("train.py", data=Path("digits"))
+        plan_batch("train.py", data="digits")
 
 
 @pytest.mark.parametrize(

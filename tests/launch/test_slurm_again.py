@@ -299,7 +299,7 @@ def test_in_a_container_the_folders_have_their_names(tmp_path: Path) -> None:
             "mnist",
             workers=2,
             container="../my image.sif",
-            data=Path("../data"),
+            data="../data",
             out=Path("runs/x"),
             gpus_per_node="2",
         )

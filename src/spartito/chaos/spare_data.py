@@ -21,24 +21,24 @@ class SpareData:
 
     Attributes:
         arguments: Those of the program, with the copy's path where the data's was.
-        data: The folder of a recipe's data.
+        data: The folder of a recipe's data, or its URL.
         sample: The file that may be spoiled.
     """
 
     arguments: tuple[str, ...]
-    data: Path | None
+    data: str | None
     sample: Path | None
 
 
 @contextmanager
 def spare_data(
-    arguments: Sequence[str], data: Path | None, sample: Path | None, inside: Path
+    arguments: Sequence[str], data: str | None, sample: Path | None, inside: Path
 ) -> Iterator[SpareData]:
     """Copy the data for a block; of all files but the sample there is a second name alone.
 
     Args:
         arguments: Of the program.
-        data: The folder of a recipe's data.
+        data: The folder of a recipe's data, or its URL.
         sample: The file of the data that is to be spoiled; None: nothing is copied.
         inside: The folder for the copy, which is gone after the block.
 
@@ -51,7 +51,7 @@ def spare_data(
     inside.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=inside, ignore_cleanup_errors=True) as name:
         copy = Path(name).resolve()
-        given = data if data is not None and _is_in(sample, data) else None
+        given = Path(data) if data is not None and _is_in(sample, Path(data)) else None
         replaced = [_replaced(word, sample, copy) for word in arguments]
         root = given or next((found for _, found in replaced if found), None)
         if root is None:
@@ -62,7 +62,9 @@ def spare_data(
             )
         copied = _copied(root.absolute(), copy / root.absolute().name, sample.resolve())
         yield SpareData(
-            tuple(word for word, _ in replaced), copy / root.name if given else data, copied
+            tuple(word for word, _ in replaced),
+            str(copy / root.name) if given else data,
+            copied,
         )
 
 

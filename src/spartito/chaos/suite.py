@@ -77,7 +77,7 @@ class Suite:
         longest: seconds of one run.
         minutes: after which no further run with a fault begins; None: no limit.
         sample: a file of the data, for ``corrupt``.
-        data: the folder with a recipe's data.
+        data: the folder with a recipe's data, or its URL.
         out: the folder to write.
     """
 
@@ -99,7 +99,7 @@ class Suite:
     longest: float = 120.0
     minutes: float | None = None
     sample: Path | None = None
-    data: Path | None = None
+    data: str | None = None
     out: Path = Path("runs/chaos")
 
     def __post_init__(self) -> None:
@@ -337,8 +337,7 @@ class _Under:
             program = replace(program, arguments=(*program.arguments, "--resume"))
         inherited = {name: v for name, v in os.environ.items() if name not in NOT_INHERITED}
         env = {ENV_TIMEOUT: f"{suite.limit:g}", **inherited, ENV_RUN_DIR: str(out)}
-        data = None if suite.data is None else str(suite.data)
-        words = program.argv(out=str(out), data=data)
+        words = program.argv(out=str(out), data=suite.data)
         where = folder / f"again-{times}" if times else folder
         asked = Run(self._starts(words, env), where, out, schedule, suite.longest, suite.sample)
         return run(asked, self.reaper)

@@ -49,8 +49,8 @@ from spartito.storage.atomic import (
     write_file_atomically,
 )
 from spartito.storage.leftovers import is_leftover
-from spartito.storage.remote import is_remote
 from spartito.storage.tensors import Json, pack_state, save_tensors, unpack_state
+from spartito.urls import is_remote
 
 STATE = "state.json"
 BEST = "best.json"

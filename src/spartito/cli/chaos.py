@@ -88,7 +88,10 @@ def chaos(
     sample: Annotated[
         Path | None, typer.Option(help="A file of the data, which corrupt overwrites for a while.")
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="The folder with a recipe's data.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="The folder with a recipe's data, or its URL.", metavar="DIR"),
+    ] = None,
     out: Annotated[
         Path, typer.Option(help="The folder to write; what it has results of is not run again.")
     ] = Path("runs/chaos"),

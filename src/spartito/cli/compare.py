@@ -81,8 +81,8 @@ def compare(
         ),
     ] = 1,
     data: Annotated[
-        Path | None,
-        typer.Option(help="The folder with a recipe's data; in containers /data."),
+        str | None,
+        typer.Option(help="The folder with a recipe's data, or its URL.", metavar="DIR"),
     ] = None,
     batch_size: Annotated[
         int | None,

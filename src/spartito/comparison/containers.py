@@ -78,7 +78,7 @@ def job_for(plan: Plan, options: Compose, planned: Planned) -> Containers:
         job,
         command=("env", *told, *job.command) if told else job.command,
         out=str(out / planned.folder),
-        data=None if plan.data is None else str(plan.data.resolve()),
+        data=None if asked.data_folder is None else str(asked.data_folder.resolve()),
         scripts=None if script is None else str(script.resolve().parent),
     )
 

@@ -88,7 +88,7 @@ class Plan:
     out: Path
     goal: tuple[str, float] | None = None
     epochs: int | None = None
-    data: Path | None = None
+    data: str | None = None
     seed: int | None = None
     containers: Compose | None = None
     left_out: Sequence[str] = ()
@@ -183,7 +183,7 @@ def make_plan(
     sweeps: Iterable[str] = (),
     slow: Iterable[str] = (),
     repeat: int = 1,
-    data: Path | None = None,
+    data: str | None = None,
     batch_size: int | None = None,
     seed: int | None = None,
     out: Path | None = None,

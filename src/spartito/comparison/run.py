@@ -284,9 +284,8 @@ def command(plan: Plan, planned: Planned) -> list[str]:
     words += [f"--ps={planned.ps}"] if planned.ps else []
     words += [f"--link={plan.link}"] if plan.link else []
     words += [f"--slow={task}={fraction}" for task, fraction in planned.slow.items()]
-    data = None if plan.data is None else str(plan.data)
     out = str(plan.out / planned.folder)
-    return [*words, *plan.program_of(planned).argv(out=out, data=data)]
+    return [*words, *plan.program_of(planned).argv(out=out, data=plan.data)]
 
 
 def machine_facts() -> dict[str, Any]:

@@ -27,8 +27,8 @@ from spartito.data.headers import promised_format
 from spartito.data.image_files import ImageFiles, LocalImages, Stamp
 from spartito.errors import UserError
 from spartito.log import warn
-from spartito.storage.remote import is_remote
 from spartito.system.capacity import available_memory
+from spartito.urls import is_remote
 
 Pixels = NDArray[np.uint8]
 

@@ -14,8 +14,8 @@ from spartito.data.dataset import Dataset, arrays
 from spartito.data.idx_format import find_idx
 from spartito.data.images import ImageFolder, Subset, image_folder_source
 from spartito.data.packaged import split_digits
-from spartito.storage.remote import is_remote
 from spartito.system.capacity import available_cores
+from spartito.urls import is_remote
 
 MOST_THREADS = 16
 """Threads that read images, at most: each has a whole batch in the making."""

@@ -27,8 +27,8 @@ from spartito.data.walk import image_files, is_image, subfolders
 from spartito.errors import CorruptSampleError, UserError
 from spartito.names import nearest
 from spartito.storage.files import open_files
-from spartito.storage.remote import is_remote, local_path
 from spartito.storage.span_cache import default_cache
+from spartito.urls import is_remote, local_path
 
 Subset = Literal["training", "validation"]
 SUBSETS: tuple[Subset, ...] = ("training", "validation")

@@ -24,6 +24,7 @@ from spartito.names import (
     nearest,
 )
 from spartito.registry import added_by_packages, default_name, strategy_info, strategy_names
+from spartito.urls import is_remote
 
 GROUP = "spartito.launchers"
 """The entry points by which packages add launchers, as commands ``spartito cluster NAME``."""
@@ -161,7 +162,7 @@ class JobSpec:
         insecure: whether tasks leave out TLS wherever they listen (``SPARTITO_TLS=off``).
         name: what the job is called; after its program by default.
         out: the run folder.
-        data: the folder with a recipe's data.
+        data: the folder with a recipe's data, or its URL.
     """
 
     program: Program
@@ -210,7 +211,9 @@ class JobSpec:
     )
     name: str | None = option("The job's name; that of its script by default.", metavar="JOB")
     out: Path | None = option("The run folder; runs/NAME by default.")
-    data: Path | None = option("The folder with the data.")
+    data: str | None = option(
+        "The folder with the data, or its URL, as s3://bucket/photos.", metavar="DIR"
+    )
 
     def __post_init__(self) -> None:
         """Check what needs no knowledge of where the tasks run; raises `UserError`."""
@@ -246,6 +249,11 @@ class JobSpec:
     def declared(self) -> Declared | None:
         """The strategy that the job names, with its options; None where it names none."""
         return None if self.strategy is None else parse(self.strategy)
+
+    @property
+    def data_folder(self) -> Path | None:
+        """The folder of this machine with the data; None where it lies elsewhere."""
+        return None if self.data is None or is_remote(self.data) else Path(self.data)
 
     @property
     def mesh_size(self) -> int | None:
@@ -287,8 +295,7 @@ class JobSpec:
         Returns:
             The program, a recipe's folders, and its own arguments.
         """
-        out, data = (None if path is None else str(path) for path in (self.out, self.data))
-        return self.program.argv(out=out, data=data)
+        return self.program.argv(out=None if self.out is None else str(self.out), data=self.data)
 
     def roles(self, workers: int | None = None) -> Roles:
         """How many tasks of each role the job has.

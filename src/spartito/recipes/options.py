@@ -27,7 +27,7 @@ class Options:
 
     named: Path | None
     epochs: int
-    data: Path | None
+    data: str | None
     batch_size: int
     seed: int
     precision: str
@@ -41,7 +41,7 @@ def parse(recipe: str, epochs: int, batch_size: int, precision: str = "fp32") ->
     parser = argparse.ArgumentParser(prog=f"spartito train {recipe}")
     parser.add_argument("--out", dest="named", type=Path, default=Path(folder) if folder else None)
     parser.add_argument("--epochs", type=int, default=epochs)
-    parser.add_argument("--data", type=Path)
+    parser.add_argument("--data")
     parser.add_argument("--batch-size", type=int, default=batch_size)
     parser.add_argument("--seed", type=int, default=RECIPE_SEED)
     parser.add_argument("--precision", default=precision)

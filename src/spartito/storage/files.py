@@ -19,7 +19,8 @@ from typing import Any, Protocol, TypeVar
 
 from spartito.errors import UserError
 from spartito.storage.object_client import by_obstore, connect_objects, no_package
-from spartito.storage.remote import AbsentError, UnreadableError, is_remote, local_path
+from spartito.storage.remote import AbsentError, UnreadableError
+from spartito.urls import is_remote, local_path
 
 T = TypeVar("T")
 

@@ -71,17 +71,6 @@ class Store(Protocol):
         ...
 
 
-def is_remote(path: str) -> bool:
-    """Whether a path is that of a store: ``s3://bucket/run``."""
-    return "://" in path
-
-
-def local_path(path: str) -> str:
-    """Where a path or the URL of a store lies in this machine's file systems; "" elsewhere."""
-    protocol, _, rest = path.rpartition("://")
-    return rest if protocol in ("", "file", "local") else ""
-
-
 def new_name(name: str) -> str:
     """A name for a directory in a store that was never used."""
     return f"{name}.{secrets.token_hex(8)}"

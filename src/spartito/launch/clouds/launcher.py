@@ -180,7 +180,7 @@ class Sky(Cloud):
                 f"--image {self.image} and --package {self.package}: an image has Spartito already",
                 "Leave one of them out.",
             )
-        data = _sky_data(None if job.data is None else str(job.data))
+        data = _sky_data(job.data)
         own, folder = installed_package()
         if self.package is not None or self.setup or self.image is not None:
             folder = ""
@@ -238,7 +238,7 @@ class Dstack(Cloud):
             raise UserError(f"--cpus {self.cpus}: dstack counts whole ones", "As --cpus 2.")
         roles = job.roles()
         out = _kept("--out", str(job.out), roles)
-        data = _dstack_data(None if job.data is None else str(job.data), roles)
+        data = _dstack_data(job.data, roles)
         found = self._planned(
             job,
             "dstack",

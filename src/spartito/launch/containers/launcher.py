@@ -30,6 +30,7 @@ from spartito.launch.recovery_options import Recovering
 from spartito.launch.target import check_folder, inside_here
 from spartito.registry import default_name, strategy_info
 from spartito.system.capacity import available_cores
+from spartito.urls import is_remote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +110,14 @@ class Compose(Recovering, FileLauncher[Containers]):
                 f"--name {name!r} cannot name containers",
                 "Use small letters, digits, - and _, with a letter or a digit first.",
             )
-        is_file = job.data is not None and job.data.is_file()  # its folder is mounted
-        folder = job.data.parent if job.data is not None and is_file else job.data
+        if job.data is not None and is_remote(job.data):
+            raise UserError(
+                f"--data {job.data}: containers of a recipe get a folder, and no keys of a store",
+                "Name a folder, or start the recipe by 'spartito train' or ssh.",
+            )
+        given = job.data_folder
+        is_file = given is not None and given.is_file()  # its folder is mounted
+        folder = given.parent if given is not None and is_file else given
         check_folder("--data", folder)
         check_folders_of_recipe(program, "compose")
 
@@ -118,7 +125,7 @@ class Compose(Recovering, FileLauncher[Containers]):
             return None if path is None else _named(path, whole=bool(machines))
 
         there = None if script is None else f"/scripts/{script.name}"
-        data = None if job.data is None else f"/data/{job.data.name}" if is_file else "/data"
+        data = None if given is None else f"/data/{given.name}" if is_file else "/data"
         containers = Containers(
             name=name,
             about=about,

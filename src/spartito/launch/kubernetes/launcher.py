@@ -11,7 +11,7 @@ from spartito.cluster.endpoints import parse_range
 from spartito.cluster.recovery import Recovery
 from spartito.errors import UserError
 from spartito.launch.containers.plan import IMAGE
-from spartito.launch.fetch import SCHEMES, parse_url, path_of
+from spartito.launch.fetch import SCHEMES, path_of
 from spartito.launch.file_plan import (
     FileLauncher,
     check_apart,
@@ -37,6 +37,7 @@ from spartito.launch.kubernetes.values import (
 from spartito.launch.processes.roles import RESTARTS, Roles
 from spartito.launch.recovery_options import Recovering
 from spartito.names import nearest
+from spartito.urls import is_remote
 
 MOST_SCRIPT = 1 << 20
 """Bytes that a ConfigMap may have."""
@@ -128,10 +129,9 @@ class Kubernetes(Recovering, FileLauncher[Pods]):
         self._check_values(roles)
         check_folders_of_recipe(program, "kubernetes")
         name = job.name or name_of(program.title)
-        data, url = _data(None if job.data is None else str(job.data))
+        data, url, told = _data(job.data)
         script = None if program.script is None else _script(program.script)
         there = None if script is None else f"/scripts/{script[0]}"
-        told = None if data is None and url is None else "/data" if url is None else path_of(url)
         planned = Pods(
             name=name,
             kind=self.kind,
@@ -291,17 +291,16 @@ def _claim(flag: str, text: str) -> str:
     return text
 
 
-def _data(text: str | None) -> tuple[str | None, str | None]:
-    """The claim, or the URL, with the data."""
+def _data(text: str | None) -> tuple[str | None, str | None, str | None]:
+    """The claim, or the URL of what is fetched, and what tasks are told: a path, or a store."""
     if text is None:
-        return None, None
-    found = parse_url(text)
-    if found is None:
-        return _claim("--data", text), None
-    scheme, rest = found
+        return None, None, None
+    if not is_remote(text):
+        return _claim("--data", str(Path(text))), None, "/data"
+    scheme, _, rest = text.partition("://")
     if scheme not in SCHEMES or not rest:
         raise UserError(
-            f"--data {scheme}://{rest} cannot be fetched",
+            f"--data {text} cannot be fetched",
             "Name a claim, or an archive or a file at http:// or https://.",
         )
-    return None, f"{scheme}://{rest}"
+    return None, text, path_of(text)

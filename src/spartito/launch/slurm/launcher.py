@@ -141,7 +141,7 @@ class Slurm(FileLauncher[BatchJob]):
         if self.signal is not None:
             check_signal(self.signal, limit)
         array = None if self.array is None else parse_array(self.array)
-        check_folder("--data", job.data)
+        check_folder("--data", job.data_folder)
         script = job.program.script
         check_printable({"--out": job.out, "the script's name": script and script.name})
         about, command = self._command(job, array)
@@ -188,9 +188,10 @@ class Slurm(FileLauncher[BatchJob]):
             )
         check_folders_of_recipe(job.program, "slurm")
         script = None if program.script is None else shlex.quote(_named(program.script))
-        data = None if job.data is None else shlex.quote(_named(job.data))
+        folder = job.data_folder
+        data = job.data if folder is None else _named(folder)
         python = quoted(self.python or ("python" if self.container else sys.executable))
-        words = (python, *program.argv(script, out=RUN_DIR, data=data))
+        words = (python, *program.argv(script, out=RUN_DIR, data=data and shlex.quote(data)))
         return program.title, (*self._inside(job), *words)
 
     def _inside(self, job: JobSpec) -> tuple[str, ...]:
@@ -199,7 +200,7 @@ class Slurm(FileLauncher[BatchJob]):
             return ()
         check_image(self.container)
         script = job.program.script
-        given = [] if job.data is None else [job.data]
+        given = [] if job.data_folder is None else [job.data_folder]
         given += [] if script is None else [script.resolve().parent]
         outside = {str(path.resolve()): None for path in given if inside_here(path) is None}
         binds = [BIND, BIND_RUN, *map(shlex.quote, outside)]

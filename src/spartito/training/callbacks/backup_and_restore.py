@@ -19,7 +19,6 @@ from spartito.folders import hold
 from spartito.log import note
 from spartito.steps.task_end import PREEMPTING
 from spartito.storage.atomic import read_manifest
-from spartito.storage.remote import is_remote, local_path
 from spartito.storage.store_lock import HeldStore
 from spartito.storage.stores import open_store
 from spartito.training.arguments import known_names
@@ -38,6 +37,7 @@ from spartito.training.backups.remote import RemoteBackups
 from spartito.training.callback import Callback, Logs
 from spartito.training.history import History
 from spartito.training.preemption import Notice, Preemption, Source, numbers_of
+from spartito.urls import is_remote, local_path
 
 if TYPE_CHECKING:
     from spartito.training.trainer import Trainer
