@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from spartito.data.blocks.opening import packed
     from spartito.data.dataset import Dataset, arrays, as_dataset, per_worker
     from spartito.data.folders import digits, idx, image_folder
+    from spartito.data.mixture import mix
     from spartito.data.source import InputContext
     from spartito.data.text import characters
     from spartito.data.transforms import RandomFlip, RandomRotation, RandomTransform, Rescale
@@ -29,6 +30,7 @@ __getattr__ = _attach(
         "digits": "spartito.data.folders",
         "idx": "spartito.data.folders",
         "image_folder": "spartito.data.folders",
+        "mix": "spartito.data.mixture",
         "packed": "spartito.data.blocks.opening",
         "per_worker": "spartito.data.dataset",
     },
@@ -48,6 +50,7 @@ __all__ = [
     "digits",
     "idx",
     "image_folder",
+    "mix",
     "packed",
     "per_worker",
 ]

@@ -64,6 +64,38 @@ def take(data: Any, offsets: Tensor) -> Any:
     return data
 
 
+def join(batches: Sequence[Any]) -> Any:
+    """The rows of several batches as one batch, one after the other.
+
+    Args:
+        batches: Each of tensors or lists, or of tuples or dicts of them, all of one form.
+
+    Raises:
+        UserError: Their forms differ: other columns, shapes, dtypes.
+    """
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    if len({type(batch) for batch in batches}) > 1:
+        kinds = sorted({type(batch).__name__ for batch in batches})
+        raise UserError(f"{' and '.join(kinds)} in one batch", "All examples have one form.")
+    if isinstance(first, Tensor):
+        for batch in batches[1:]:
+            _alike([first[:1].reshape(first.shape[1:]), batch[:1].reshape(batch.shape[1:])])
+        return torch.cat(list(batches))
+    if isinstance(first, Mapping):
+        if len({tuple(sorted(map(str, batch))) for batch in batches}) > 1:
+            columns = " and ".join(str(sorted(map(str, batch))) for batch in batches)
+            raise UserError(f"the columns {columns} in one batch", "All examples have the same.")
+        return {name: join([batch[name] for batch in batches]) for name in first}
+    if isinstance(first, tuple):
+        if len({len(batch) for batch in batches}) > 1:
+            counts = sorted({len(batch) for batch in batches})
+            raise UserError(f"examples of {counts} parts in one batch", "All have the same parts.")
+        return tuple(join(column) for column in zip(*batches, strict=True))
+    return [row for batch in batches for row in batch]
+
+
 def head(data: Any, count: int) -> Any:
     """A copy of the first ``count`` rows of a batch, of what has so many."""
     if isinstance(data, Tensor):

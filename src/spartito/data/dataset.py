@@ -22,8 +22,10 @@ from spartito.data.order import DataShard, group_rows, part_rows, shard_rows, st
 from spartito.data.source import (
     BatchStream,
     BlockSource,
+    Described,
     ExampleStream,
     GatherSource,
+    OrderedSource,
     PerWorker,
     Source,
 )
@@ -137,6 +139,11 @@ class Dataset:
                 f"shuffle() of a {type(self.source).__name__}",
                 "A stream comes in its own order: shuffle where it is made.",
             )
+        if isinstance(self.source, OrderedSource):
+            raise UserError(
+                f"shuffle() of a {type(self.source).__name__}, which has an order of its own",
+                "It is drawn anew in each pass. Shuffle the data sets before they are mixed.",
+            )
         return replace(self, shuffled=True, seed=seed, live=self._live(blocks))
 
     def _live(self, blocks: int | Literal["all"] | None) -> int | None:
@@ -224,6 +231,28 @@ class Dataset:
             A new data set.
         """
         return replace(self, corrupt_limit=limit)
+
+    def describe(self) -> str:
+        """What is read from where, and in which order.
+
+        Returns:
+            Some lines for people.
+        """
+        source = self.source
+        name = type(source).__name__
+        count = "a stream" if self.examples is None else f"{self.examples:,} examples"
+        read = source.describe() if isinstance(source, Described) else f"{name}: {count}"
+        if isinstance(source, OrderedSource):
+            order = "drawn in each pass"
+        elif not self.shuffled:
+            order = "as they lie" if self.batch_sampler is None else "as a sampler draws"
+        elif self.live is None or not isinstance(source, BlockSource):
+            order = "all permuted in each pass"
+        else:
+            blocks = min(self.live, len(source.edges) - 1)
+            order = f"blocks permuted in each pass, examples moved among {blocks} of them"
+        size = "" if self.batch_size is None else f"; batches of {self.batch_size}"
+        return f"{read}\norder: {order}{size}"
 
     @property
     def batched(self) -> bool:

@@ -281,6 +281,24 @@ def _check_options(
             f"image_size={image_size!r} is not (height, width) in pixels, both at least 1",
             "For example image_size=(180, 180).",
         )
+    check_split(validation_split, subset, seed)
+    if color not in MODES:
+        raise UserError(f"unknown color {color!r}", nearest(str(color), MODES))
+    if not (dtype.is_floating_point or dtype == torch.uint8):
+        raise UserError(
+            f"dtype={dtype} does not hold the values 0 to 255 of an image",
+            "Use torch.float32, another floating type, or torch.uint8.",
+        )
+
+
+def check_split(validation_split: float | None, subset: str | None, seed: int) -> None:
+    """Raise `UserError` for a split that cannot be, or is said by halves.
+
+    Args:
+        validation_split: The fraction for validation.
+        subset: "training" or "validation".
+        seed: What it is drawn from.
+    """
     if subset is not None and subset not in SUBSETS:
         raise UserError(f"unknown subset {subset!r}", nearest(str(subset), SUBSETS))
     if (validation_split is None) != (subset is None):
@@ -291,14 +309,7 @@ def _check_options(
     if validation_split is not None and not 0 < validation_split < 1:
         raise UserError(
             f"validation_split={validation_split} is not between 0 and 1",
-            "0.2 keeps a fifth of the images for validation.",
+            "0.2 keeps a fifth of the examples for validation.",
         )
     if not isinstance(seed, int) or seed < 0:
         raise UserError(f"seed={seed!r} is not an integer of at least 0", "For example seed=1337.")
-    if color not in MODES:
-        raise UserError(f"unknown color {color!r}", nearest(str(color), MODES))
-    if not (dtype.is_floating_point or dtype == torch.uint8):
-        raise UserError(
-            f"dtype={dtype} does not hold the values 0 to 255 of an image",
-            "Use torch.float32, another floating type, or torch.uint8.",
-        )

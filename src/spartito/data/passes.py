@@ -15,7 +15,7 @@ from torch import Tensor
 from spartito.data.dataset import Dataset, describe_sampler
 from spartito.data.draws import Draws
 from spartito.data.order import permutation, spread
-from spartito.data.source import BlockSource
+from spartito.data.source import BlockSource, OrderedSource
 from spartito.errors import UserError
 
 
@@ -129,6 +129,8 @@ def order_of(dataset: Dataset, seed: int, epoch: int) -> Tensor | None:
     A source of blocks hears in which order these will be used.
     """
     source = dataset.source
+    if isinstance(source, OrderedSource):
+        return torch.from_numpy(source.order(seed, epoch))
     if not isinstance(source, BlockSource):
         assert dataset.examples is not None
         found = permutation(dataset.examples, seed, epoch) if dataset.shuffled else None

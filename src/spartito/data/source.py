@@ -69,6 +69,29 @@ class BlockSource(Source, Protocol):
         ...
 
 
+@runtime_checkable
+class OrderedSource(Protocol):
+    """Examples by index that decide their own order; an index may be beyond their number."""
+
+    @property
+    def form(self) -> str:
+        """What the order depends on beside seed and pass, in words that can be compared."""
+        ...
+
+    def order(self, seed: int, epoch: int) -> Indices:
+        """The examples of pass ``epoch`` in their order, as many as there are."""
+        ...
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A source that says what is read from where."""
+
+    def describe(self) -> str:
+        """For people, in some lines."""
+        ...
+
+
 @dataclass(frozen=True)
 class ExampleStream:
     """Examples one after the other; iterating again starts again."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from spartito.checkpoint.manager import CheckpointManager, identify_checkpoint
 from spartito.data.dataset import Dataset
-from spartito.data.source import BlockSource
+from spartito.data.source import BlockSource, OrderedSource
 from spartito.engine.optimizers import unwrap
 from spartito.errors import UserError
 from spartito.steps.coordination import Coordination
@@ -37,7 +37,9 @@ def meaning(chain: Dataset, steps: int | None, seed: int) -> dict[str, Any]:
 
 
 def _blocks(chain: Dataset) -> str | None:
-    """What the order of examples in blocks depends on besides."""
+    """What the order of examples in blocks, or of a mixture, depends on besides."""
+    if isinstance(chain.source, OrderedSource):
+        return chain.source.form
     if not isinstance(chain.source, BlockSource):
         return None
     edges = chain.source.edges

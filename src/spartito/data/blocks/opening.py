@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from spartito.cluster.resolver import replicas_here
+from spartito.data.blocks.choosing import ChosenSource, Columnar, Rule, hashes_of, kept_by
 from spartito.data.blocks.formats import SUFFIXES, make_format
 from spartito.data.blocks.index import find_blocks
 from spartito.data.blocks.source import PackedSource
 from spartito.data.dataset import Dataset
 from spartito.data.decode import Color
 from spartito.data.folders import MOST_THREADS
+from spartito.data.images import Subset, check_split
 from spartito.errors import UserError
 from spartito.storage.files import match_files
 from spartito.storage.span_cache import SpanCache, default_cache
@@ -30,6 +33,11 @@ def packed(
     color: Color = "rgb",
     dtype: torch.dtype = torch.float32,
     cache: str | Path | None = None,
+    where: Mapping[str, Rule] | None = None,
+    validation_split: float | None = None,
+    subset: Subset | None = None,
+    key: str | None = None,
+    seed: int = 1337,
 ) -> Dataset:
     """Examples packed into few large files: Parquet, tars of WebDataset, MDS, JSON lines.
 
@@ -46,6 +54,13 @@ def packed(
         color: Of images, "rgb" or "grayscale".
         dtype: Of images.
         cache: The folder of the cache; None: ``SPARTITO_CACHE``, else ``~/.cache/spartito``.
+        where: Keeps the examples whose values all of these functions accept, by column. Each of
+            these columns is read once, before training.
+        validation_split: The fraction of the examples that is kept for validation, about.
+        subset: "training" or "validation".
+        key: The column by whose hash examples are divided, so that equal keys are on one side;
+            None: an example's file and number. Files that are added move none to the other side.
+        seed: What the split is drawn from.
 
     Returns:
         Examples that are dicts of their columns; with ``columns`` tuples in that order, or the
@@ -55,8 +70,7 @@ def packed(
         UserError: Nothing is there, it may not be read, a file is cut off, there is no such format
             or column, or a package is not installed.
     """
-    where = os.fspath(url)
-    files, found = match_files(where, tuple(SUFFIXES) if format is None else ())
+    files, found = match_files(os.fspath(url), tuple(SUFFIXES) if format is None else ())
     chosen = (columns,) if isinstance(columns, str) else tuple(columns or ()) or None
     reads = make_format(format or _format_of([file.name for file in found]), chosen)
     if format is not None and any(file.name.endswith(reads.suffixes) for file in found):
@@ -74,8 +88,46 @@ def packed(
         dtype,
     )
     source.check_columns()
+    chosen_ones = _chosen(source, kept, where or {}, validation_split, subset, key, seed)
     threads = min(MOST_THREADS, max(1, available_cores() // replicas_here()))
-    return Dataset(source).prefetch(threads + 2, threads)
+    return Dataset(chosen_ones).prefetch(threads + 2, threads)
+
+
+def _chosen(
+    source: PackedSource,
+    cache: SpanCache,
+    where: Mapping[str, Rule],
+    validation_split: float | None,
+    subset: Subset | None,
+    key: str | None,
+    seed: int,
+) -> PackedSource | ChosenSource:
+    """The examples that rules keep and that are in the subset."""
+    check_split(validation_split, subset, seed)
+    if key is not None and subset is None:
+        raise UserError(f"key={key!r} without a split", "Say validation_split and subset.")
+    if subset is None and not where:
+        return source
+    kept_there = cache if source.cache is None else source.cache
+    columnar = Columnar(
+        source.files,
+        source.blocks,
+        lambda name: make_format(source.format.name, (name,)),
+        source.cache,
+    )
+    chosen = np.ones(len(source), dtype=np.bool_)
+    if where:
+        chosen &= kept_by(columnar, where)
+    if validation_split is not None:
+        hashes = hashes_of(columnar, key, seed, kept_there)
+        validates = hashes < np.uint64(int(validation_split * 2**64))
+        chosen &= validates if subset == "validation" else ~validates
+    if not chosen.any():
+        raise UserError(
+            f"none of the {len(source):,} examples of {source.files.url} is left",
+            "Look at where=..., validation_split and subset.",
+        )
+    return ChosenSource(source, np.flatnonzero(chosen))
 
 
 def _format_of(names: Sequence[str]) -> str:

@@ -133,7 +133,17 @@ class PackedSource(BatchSource):
                     "Without columns=... an example is a dict of all that it has.",
                 )
 
-    def describe(self, index: int) -> str:
+    def describe(self) -> str:
+        """What is read from where."""
+        rows, files = np.diff(self.edges), len(self.blocks.files)
+        where = "read where they lie" if self.cache is None else f"kept in {self.cache.folder}"
+        return (
+            f"{self.files.url}: {self.format.name}, {files:,} file{'s' * (files != 1)} of "
+            f"{self.blocks.bytes / 1e6:,.1f} MB, {where}\n{len(self):,} examples in "
+            f"{len(rows):,} blocks of up to {rows.max():,}"
+        )
+
+    def locate(self, index: int) -> str:
         """Where an example lies, for people."""
         block, _ = self._where(np.array([index]))
         file, _, number = self.blocks.find(int(block[0]))
@@ -153,7 +163,7 @@ class PackedSource(BatchSource):
         """
         value = columns[name][row] if name in columns else Missing("is not there")
         if isinstance(value, Missing):
-            raise CorruptSampleError(f"{name!r} of {self.describe(index)} {value.why}")
+            raise CorruptSampleError(f"{name!r} of {self.locate(index)} {value.why}")
         if isinstance(value, np.ndarray | dict | list):
             return deepcopy(value)  # the block stays, and what is made of an example may not
         if self.image_size is None or not isinstance(value, bytes):
@@ -162,8 +172,7 @@ class PackedSource(BatchSource):
             pixels = pixels_of(value, None, self.image_size, self.color)
         except ImageFault as fault:
             raise CorruptSampleError(
-                f"{name!r} of {self.describe(index)} is no good image ({fault.kind}): "
-                f"{fault.detail}"
+                f"{name!r} of {self.locate(index)} is no good image ({fault.kind}): {fault.detail}"
             ) from fault
         return torch.from_numpy(pixels).permute(2, 0, 1).to(self.dtype)
 
