@@ -39,6 +39,7 @@ KINDS = {
     "dev": "a package of the extra 'dev'",
     "ray": "Ray, of the extra 'ray'",
     "clouds": "SkyPilot and dstack in an environment of their own: scripts/clouds",
+    "stores": "servers of object stores in an environment of their own: scripts/stores",
     "tpu": "torch_tpu in an environment of its own: scripts/tpu",
     "case": "a case that has nothing to test",
 }

@@ -18,7 +18,7 @@ from itertools import product
 from typing import Any, Protocol, TypeVar
 
 from spartito.errors import UserError
-from spartito.storage.object_client import by_obstore, connect_objects, no_package
+from spartito.storage.object_client import by_obstore, connect_objects, no_package, reason
 from spartito.storage.remote import AbsentError, UnreadableError
 from spartito.urls import is_remote, local_path
 
@@ -395,7 +395,7 @@ def _is_hidden(name: str) -> bool:
 
 def _file_of(name: str, meta: Any) -> File:
     version = meta.get("e_tag") or meta.get("version") or str(meta.get("last_modified", ""))
-    return File(name, int(meta["size"]), str(version))
+    return File(name, int(meta["size"]), str(version).strip('"'))  # lists leave quotes out
 
 
 def _of_fsspec(name: str, facts: Any) -> File:
@@ -412,9 +412,8 @@ def refused(what: str, done: str, error: Exception) -> UserError:
         done: What was to be done with it, in a word.
         error: What the store's client said.
     """
-    why = str(error).partition("\n\nDebug source")[0].strip() or type(error).__name__
     kind = AbsentError if _is_absent(error) else UnreadableError
-    return kind(f"{what} cannot be {done}: {why}", "Is it there, and yours?")
+    return kind(f"{what} cannot be {done}: {reason(error)}", "Is it there, and yours?")
 
 
 def _is_absent(error: Exception) -> bool:

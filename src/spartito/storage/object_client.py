@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 from collections.abc import Mapping
 from configparser import ConfigParser, Error
 from datetime import timedelta
@@ -27,6 +28,9 @@ EXTRAS = {
     "hf": "hf",
 }
 """The extra of the package that brings what a protocol needs; others need ``remote``."""
+
+_XML = re.compile(r"<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", re.DOTALL)
+_STATUS = re.compile(r"status code: (\d+)")
 
 SECONDS = timedelta(seconds=30)
 """In which obstore itself makes a request again, where it is asked to."""
@@ -70,7 +74,7 @@ def connect_objects(url: str, retries: int) -> tuple[Any, Any]:
     try:
         return client, made(url.rstrip("/"), retry_config=retry, **options)
     except Exception as error:
-        raise UserError(f"{url} cannot be reached: {error}", "Check the URL.") from error
+        raise UserError(f"{url} cannot be reached: {reason(error)}", "Check the URL.") from error
 
 
 def aws_options(env: Mapping[str, str]) -> dict[str, str]:
@@ -117,6 +121,22 @@ def aws_options(env: Mapping[str, str]) -> dict[str, str]:
     if "endpoint_url" in facts:
         found.setdefault("endpoint", facts["endpoint_url"])
     return found
+
+
+def reason(error: Exception) -> str:
+    """What the client of a store says, without what only its makers want to know.
+
+    Args:
+        error: What it raised.
+    """
+    text = str(error).partition("\n\nDebug source")[0].strip() or type(error).__name__
+    if "169.254.169.254" in text:  # the last place where keys are looked for, in a cloud alone
+        return "no keys of this store were found"
+    found = _XML.search(text)
+    if found is None:
+        return text
+    status = _STATUS.search(text)
+    return f"{status[1] + ', ' if status else ''}{found[1]}: {found[2]}"
 
 
 def no_package(url: str, error: Exception) -> UserError:
