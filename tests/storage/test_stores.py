@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +19,12 @@ import torch
 from PIL import Image
 
 import spartito as sp
+from spartito.cli.app import main
 from spartito.data.dataset import Dataset
 from spartito.data.loader import Loader
 from spartito.errors import UserError
 from spartito.storage.object_client import aws_options
+from spartito.storage.remote import whole_ones
 from spartito.storage.stores import ObjectStore, open_store
 from tests.data.packed_files import write_all
 from tests.storage.servers import StoreServer, azure, google, moto, seaweedfs
@@ -152,7 +156,7 @@ def test_keys_that_are_missing_or_refused_are_named(
         ):
             sp.data.packed(f"{server.url}/data")
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-        with pytest.raises(UserError, match=r"bucket/data cannot be reached: .*Missing AccessKeyId"):
+        with pytest.raises(UserError, match=r"cannot be reached: .*Missing AccessKeyId"):
             sp.data.packed(f"{server.url}/data")
         monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
         monkeypatch.setenv("HOME", str(tmp_path))
@@ -164,6 +168,7 @@ SCRIPT = """
 import os, signal, sys, time
 import torch
 import spartito as sp
+from spartito.storage.remote import whole_ones
 from spartito.storage.stores import open_store
 
 torch.manual_seed(0)
@@ -220,6 +225,52 @@ def test_a_training_from_and_in_a_store_goes_on_under_another_number_of_workers(
     assert steps == again == 12
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_checkpoints_in_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with moto(tmp_path) as server:
+        for name, value in server.env.items():
+            monkeypatch.setenv(name, value)
+        torch.manual_seed(0)
+        x, y = torch.randn(40, 8), torch.randint(0, 2, (40,))
+
+        def trainer() -> sp.Trainer:
+            net = torch.nn.Linear(8, 2)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            return sp.Trainer(net, optimizer=optimizer, loss=torch.nn.CrossEntropyLoss())
+
+        url = f"{server.url}/checkpoints"
+        kept = sp.callbacks.ModelCheckpoint(url, monitor="loss", mode="max", keep=2)
+        trained = trainer()
+        trained.fit((x, y), epochs=5, callbacks=[kept], verbose=False)
+        found = whole_ones(open_store(url))
+        assert [name.partition(".")[0] for name, _ in found] == [
+            f"step-{step:08d}" for step in (2, 8, 10)
+        ]  # the first one is the best
+        assert [manifest.about.get("best") is not None for _, manifest in found] == [
+            True, False, False,
+        ]  # fmt: skip
+        other = trainer()
+        other.load(url)
+        assert other.step == trained.step == 10
+        assert torch.equal(other.model.weight, trained.model.weight)
+        trained.save(f"{server.url}/final")
+        with pytest.raises(UserError, match="final is there already"):
+            trained.save(f"{server.url}/final")
+        other.load(f"{server.url}/final")
+        for words, said in (
+            (["show", url], "weight  2x8"),
+            (["verify", f"{server.url}/final"], "whole, 2 tensors"),
+            (["convert", url, str(tmp_path / "model.safetensors")], "wrote"),
+            (["show", f"{server.url}/none"], "has no checkpoint that is whole"),
+        ):
+            told = io.StringIO()
+            with redirect_stdout(told), redirect_stderr(told):
+                main(["checkpoint", *words])
+            assert said in told.getvalue()
+        assert not any(path.name == "read" for path in Path(tempfile.gettempdir()).glob(
+            f"spartito-{os.getuid()}/backup-*/written/*"
+        ))  # fmt: skip
 
 
 @pytest.mark.night

@@ -50,7 +50,6 @@ from spartito.storage.atomic import (
 )
 from spartito.storage.leftovers import is_leftover
 from spartito.storage.tensors import Json, pack_state, save_tensors, unpack_state
-from spartito.urls import is_remote
 
 STATE = "state.json"
 BEST = "best.json"
@@ -175,11 +174,6 @@ class CheckpointManager:
             raise UserError(
                 f"keep is {keep}, and at least 1 checkpoint must stay", "keep=None: all"
             )
-        if is_remote(os.fspath(directory)):
-            raise UserError(
-                f"checkpoints in {os.fspath(directory)}, and they need a folder",
-                "BackupAndRestore takes the URL of a store; copy checkpoints there afterwards.",
-            )
         self.directory = Path(directory)
         self.keep = keep
         self.alone = alone
@@ -220,13 +214,8 @@ class CheckpointManager:
         if not name or name.startswith(".") or Path(name).name != name:
             raise UserError(f"{name!r} cannot name a checkpoint: it must be a plain file name")
         sweep(self.directory)
-        figures, _ = pack_state(dict(metrics or {}), "metrics")
-        about: dict[str, Any] = {"sequence": self.next_sequence, "metrics": figures}
-        about[WRITTEN] = _written(self.directory / name)
-        if best is not None:
-            mark, _ = pack_state({"monitor": best[0], "value": best[1]}, "best")
-            about["best"] = mark
-        return about
+        about = about_of(self.next_sequence, metrics, best)
+        return about | {WRITTEN: _written(self.directory / name)}
 
     def end(self, name: str, best: tuple[str, float] | None = None) -> None:
         """After it: name it the best if it is, and remove the oldest beyond `keep`."""
@@ -360,6 +349,23 @@ _FILES = (MANIFEST, STATE, f"model{SUFFIX}")
 
 WRITTEN = "written"
 """What a manifest says of where it was written: a copy elsewhere is somebody's own."""
+
+
+def about_of(
+    sequence: int, metrics: Mapping[str, float] | None, best: tuple[str, float] | None
+) -> dict[str, Any]:
+    """What a manifest says of a checkpoint beside its files, as JSON.
+
+    Args:
+        sequence: Its number among its neighbours.
+        metrics: The figures of its epoch.
+        best: (monitor, value) where it is the best so far.
+    """
+    figures, _ = pack_state(dict(metrics or {}), "metrics")
+    about: dict[str, Any] = {"sequence": sequence, "metrics": figures}
+    if best is not None:
+        about["best"], _ = pack_state({"monitor": best[0], "value": best[1]}, "best")
+    return about
 
 
 def _written(path: Path) -> dict[str, str]:

@@ -21,10 +21,11 @@ checkpoint_app = typer.Typer(
 )
 
 Source = Annotated[
-    Path,
+    str,
     typer.Argument(
         metavar="PATH",
-        help="A checkpoint, a folder of them (the newest), a .safetensors or torch file.",
+        help="A checkpoint, a folder of them (the newest), a .safetensors or torch file; a "
+        "checkpoint also by its URL in a store.",
     ),
 ]
 Out = Annotated[
@@ -43,8 +44,9 @@ def show(path: Source, json: Json = False) -> None:
     Example: spartito checkpoint show runs/mnist
     """
     from spartito.checkpoint.foreign_files import opened
+    from spartito.checkpoint.in_store import fetch_checkpoint
 
-    found = opened(path)
+    found = opened(fetch_checkpoint(path))
     facts = _facts(found)
     if json:
         _print_json(facts)
@@ -69,8 +71,9 @@ def verify(path: Source) -> None:
     A folder has all of its checkpoints verified. Example: spartito checkpoint verify runs/mnist
     """
     from spartito.checkpoint.foreign_files import check, checkpoints_in
+    from spartito.checkpoint.in_store import fetch_checkpoint
 
-    found = checkpoints_in(path)
+    found = checkpoints_in(fetch_checkpoint(path))
     if not found:
         raise UserError(
             f"{path} holds no checkpoint", "Name a checkpoint's directory, or a folder of them."
@@ -95,14 +98,15 @@ def convert(path: Source, out: Out) -> None:
     """
     from spartito.checkpoint.convert import convert as converted
     from spartito.checkpoint.foreign_files import opened
+    from spartito.checkpoint.in_store import fetch_checkpoint
 
-    print(f"wrote {converted(opened(path), out)}")
+    print(f"wrote {converted(opened(fetch_checkpoint(path)), out)}")
 
 
 @checkpoint_app.command()
 def average(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH... OUT", help="What to average; where to write.")
+        list[str], typer.Argument(metavar="PATH... OUT", help="What to average; where to write.")
     ],
 ) -> None:
     """Write the mean of several models: floating numbers added up in fp64, integers of the last.
@@ -111,9 +115,11 @@ def average(
     """
     from spartito.checkpoint.convert import average as averaged
     from spartito.checkpoint.foreign_files import opened
+    from spartito.checkpoint.in_store import fetch_checkpoint
 
     *sources, out = paths
-    print(f"wrote {averaged([opened(path) for path in sources], out)}")
+    found = [opened(fetch_checkpoint(path)) for path in sources]
+    print(f"wrote {averaged(found, Path(out))}")
 
 
 def _facts(found: Opened) -> dict[str, Any]:

@@ -184,8 +184,8 @@ def mix(
 ) -> Dataset:
     """Several data sets in one, in given shares.
 
-    A pass has of each its share, drawn among the others; ``weights`` that fit no whole numbers of
-    examples are rounded. Each data set keeps its own order (``.shuffle`` it before) and goes on
+    A pass has of each as much as its weight says, drawn among the others; weights that fit no whole
+    numbers of examples are rounded. Each data set keeps its own order (``.shuffle`` it before) and goes on
     where the pass before ended: none of its examples comes twice before each came once. All of it
     follows from (seed, pass), the same at any number of workers and after a restart.
 
@@ -230,7 +230,7 @@ def mix(
 
 
 def _counted(shares: Mapping[str, float], counts: Mapping[str, int], size: Size) -> dict[str, int]:
-    """How many examples of each a pass has: whole numbers, as near to the shares as they can be."""
+    """How many examples of each a pass has: whole numbers, as near as they can be."""
     if size == "shortest":
         total = math.floor(min(counts[name] / share for name, share in shares.items()) + 1e-9)
     elif size == "longest":

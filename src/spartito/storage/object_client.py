@@ -130,7 +130,7 @@ def reason(error: Exception) -> str:
         error: What it raised.
     """
     text = str(error).partition("\n\nDebug source")[0].strip() or type(error).__name__
-    if "169.254.169.254" in text:  # the last place where keys are looked for, in a cloud alone
+    if "169.254.169.254" in text:  # where keys are looked for last, which only a cloud has
         return "no keys of this store were found"
     found = _XML.search(text)
     if found is None:

@@ -84,7 +84,7 @@ class Training(Protocol):
         asynchronous: bool = False,
         then: Callable[[], None] | None = None,
         otherwise: Callable[[], None] | None = None,
-    ) -> Path:
+    ) -> str | Path:
         """Write a checkpoint; all replicas call it."""
         ...
 

@@ -101,7 +101,7 @@ class Evaluator:
         """Look where the chief is; nothing is read yet."""
         self._trainer, self._evaluation, self._verbose = trainer, evaluation, verbose
         self._fit, self._tensorboards, self._monitor = fit, tensorboards, checkpoint.monitor
-        self._manager: CheckpointManager = checkpoint.manager
+        self._manager: CheckpointManager = checkpoint.local_manager
         self._since = process_began() if since is None else since
         self._chief = trainer.coordination.job.name_of(0)
         self._before = look(self._manager.directory)

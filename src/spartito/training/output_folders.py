@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from spartito.folders import hold, release
+from spartito.training.backups.fit_count import hold_store
 from spartito.training.callback import Callback, Training
 from spartito.training.callbacks.backup_and_restore import BackupAndRestore
 from spartito.training.callbacks.csv_logger import CSVLogger
@@ -30,6 +31,8 @@ def take_outputs(trainer: Training, inherits: bool = False) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, BackupAndRestore):
             callback.hold(inherits)
+        elif isinstance(callback, ModelCheckpoint) and callback.url:
+            hold_store(callback.url, inherits)
         elif (output := output_of(callback)) is not None:
             folder, what, file = output
             hold(folder, what, callback, inherits, file=file)
@@ -41,7 +44,9 @@ def output_of(callback: Callback) -> tuple[Path, str, str] | None:
     None where it needs nothing for itself.
     """
     if isinstance(callback, ModelCheckpoint):
-        return callback.manager.directory, "checkpoints", ""
+        if callback.url:
+            return None  # a store is held besides
+        return callback.local_manager.directory, "checkpoints", ""
     if isinstance(callback, RunFolder):
         return callback.directory, "figures", ""
     if isinstance(callback, TensorBoard):

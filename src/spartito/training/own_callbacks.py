@@ -43,7 +43,8 @@ def with_own(
         own.append(checkpoint)
     if checkpoint is not None and trainer.is_chief:
         checkpoint.set_trainer(trainer)
-        own.append(Heartbeat(checkpoint.manager, fit))
+        if trainer.left_to_evaluator or not checkpoint.url:
+            own.append(Heartbeat(checkpoint.local_manager, fit))
     if trainer.left_to_evaluator and trainer.is_chief:
         note("validation is left to the evaluator: this history has no val_ figures")
     return sorted([*given, *own], key=_turn)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spartito.checkpoint.in_store import fetch_checkpoint
 from spartito.checkpoint.manager import CheckpointManager, identify_checkpoint
 from spartito.data.dataset import Dataset
 from spartito.data.source import BlockSource, OrderedSource
@@ -103,7 +104,8 @@ def find_together(coordination: Coordination, path: str | Path) -> Path:
     """
 
     def find() -> str:
-        found = CheckpointManager(path).latest() or path
+        here = fetch_checkpoint(path)
+        found = CheckpointManager(here).latest() or here
         return f"{identify_checkpoint(found)} {found}"
 
     came = [text.partition(" ") for text in coordination.attempt(find)]

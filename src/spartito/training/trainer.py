@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from spartito import status
+from spartito.checkpoint.in_store import StoredCheckpoint
 from spartito.checkpoint.manager import read_sections
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.engine.devices import move
@@ -44,6 +45,7 @@ from spartito.training.schedule import Schedule, SchedulerLike, make_scheduler
 from spartito.training.shared_strategies import with_its_pair
 from spartito.training.train_modes import Modes, evaluating
 from spartito.training.write_refusals import what_is_lost
+from spartito.urls import is_remote, local_path
 
 
 class Trainer:
@@ -372,11 +374,12 @@ class Trainer:
         asynchronous: bool = False,
         then: Callable[[], None] | None = None,
         otherwise: Callable[[], None] | None = None,
-    ) -> Path:
+    ) -> str | Path:
         """Write a checkpoint from which any strategy goes on; every replica calls it.
 
         Args:
-            path: Its directory, which holds the model as ``model.safetensors``.
+            path: Its directory, which holds the model as ``model.safetensors``; or its URL in a
+                store, where nothing may be yet.
             about: On the chief, what the manifest is to say beside the files, as JSON.
             asynchronous: Whether training goes on while it is written: a copy is taken, from which
                 a thread writes. The next `save` or `load`, `wait` and the
@@ -392,8 +395,18 @@ class Trainer:
             UserError: On all replicas, when it cannot be written; for an asynchronous one it comes
                 from the call that waits.
         """
-        self.saves.save(Path(path), about, then, asynchronous, otherwise)
-        return Path(path)
+        if is_remote(str(path)) and not local_path(str(path)):
+            stored = StoredCheckpoint(str(path))
+            self.saves.save(
+                stored.path,
+                lambda: stored.begin(about),
+                lambda: stored.end(then),
+                asynchronous,
+                otherwise,
+            )
+        else:
+            self.saves.save(Path(local_path(str(path))), about, then, asynchronous, otherwise)
+        return path
 
     @with_its_pair("save")
     def wait(self) -> None:
@@ -409,8 +422,8 @@ class Trainer:
         """Take back what `save` or `ModelCheckpoint` wrote; the next `fit` goes on from there.
 
         Args:
-            path: One checkpoint, or a folder of them, whose newest is taken. Every replica
-                reads it.
+            path: One checkpoint, or a folder of them, whose newest is taken; or the URL of either
+                in a store. Every replica reads it.
 
         Raises:
             UserError: On all replicas, when one cannot read it, or they read different ones.

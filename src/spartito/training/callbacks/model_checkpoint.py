@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from spartito.checkpoint.in_store import StoredCheckpoints
 from spartito.checkpoint.manager import CheckpointManager
 from spartito.errors import TaskLostError, UserError
 from spartito.log import warn
@@ -13,6 +14,7 @@ from spartito.report.figures import VALIDATION
 from spartito.training.arguments import known_names
 from spartito.training.callback import Callback, Logs
 from spartito.training.callbacks.monitor import Monitor
+from spartito.urls import is_remote, local_path
 
 _DEFAULT = "val_loss"
 _FILES = (".keras", ".h5", ".hdf5", ".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tf")
@@ -29,7 +31,9 @@ class ModelCheckpoint(Callback):
     nothing else has the trained model, `fit` ends with an error once the training is complete.
 
     Args:
-        directory: Where they are; None: ``checkpoints`` in the run folder.
+        directory: Where they are: a folder, or the URL of a store (then ``best.json`` is missing,
+            and the manifest of each says whether it was the best); None: ``checkpoints`` in the run
+            folder.
         monitor: The figure that makes one the best. A fit without validation data watches
             ``loss`` in place of the default.
         mode: "min", "max", or "auto": accuracies up, everything else down.
@@ -68,7 +72,7 @@ class ModelCheckpoint(Callback):
         CheckpointManager("", keep)
         if directory is not None:
             _check_folder(os.fspath(directory))
-        self.directory = None if directory is None else Path(directory)
+        self.directory = None if directory is None else os.fspath(directory)
         self.monitor = Monitor(monitor, mode)
         self.save_best_only = save_best_only
         self.keep = keep
@@ -78,9 +82,28 @@ class ModelCheckpoint(Callback):
         self._seen = 0
 
     @property
-    def manager(self) -> CheckpointManager:
+    def url(self) -> str:
+        """The URL of the store that they are in; empty: they are in a folder."""
+        where = self.directory or ""
+        return where if is_remote(where) and not local_path(where) else ""
+
+    @property
+    def manager(self) -> CheckpointManager | StoredCheckpoints:
         """The checkpoints of this training; a `UserError` when it is not known where."""
-        directory = self.directory
+        if self.url:
+            return StoredCheckpoints(self.url, self.keep)
+        return self.local_manager
+
+    @property
+    def local_manager(self) -> CheckpointManager:
+        """Those in a folder; a `UserError` when it is not known where, or they are in a store."""
+        if self.url:
+            raise UserError(
+                f"ModelCheckpoint({self.url!r}) in a job with an evaluator, which reads them from "
+                "a folder",
+                "Name a folder that all tasks share.",
+            )
+        directory = None if self.directory is None else Path(local_path(self.directory))
         if directory is None:
             if self.trainer.run_dir is None:
                 raise UserError(
@@ -96,12 +119,14 @@ class ModelCheckpoint(Callback):
         if self.trainer.is_chief:
             manager.prepare()
             if self.trainer.step == 0 and (earlier := manager.mine()):
+                gone = "" if self.url else "replaces those of the same steps"
+                if self.keep is not None:
+                    gone += f"{', and ' if gone else ''}keep={self.keep} removes the others"
                 warn(
                     "%s has %d checkpoints of an earlier training, as %s, and this one begins "
-                    "anew: it replaces those of the same steps%s.\n  Name another folder to keep "
-                    "them, or load one to go on.",
-                    manager.directory, len(earlier), earlier[-1].name,
-                    "" if self.keep is None else f", and keep={self.keep} removes the others",
+                    "anew: %s.\n  Name another folder to keep them, or load one to go on.",
+                    self.url or manager.directory, len(earlier), os.path.basename(earlier[-1]),
+                    gone or "its own come beside them",
                 )  # fmt: skip
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
