@@ -245,6 +245,11 @@ def match_files(url: str, suffixes: tuple[str, ...] = ()) -> tuple[Files, list[F
     return files, chosen
 
 
+def is_pattern(url: str) -> bool:
+    """Whether a path or URL says with ``*``, ``?``, ``[`` or ``{`` which files it means."""
+    return _PATTERN.search(url) is not None
+
+
 def braced(name: str) -> list[str]:
     """The names that one with braces stands for, as a shell writes them.
 

@@ -117,6 +117,7 @@ _OURS: dict[str, str] = {
     "webdataset": "spartito.data.blocks.tars:Tars",
     "jsonl": "spartito.data.blocks.json_lines:JsonLines",
     "mds": "spartito.data.blocks.mds:Mds",
+    "text": "spartito.data.blocks.texts:Texts",
 }
 SUFFIXES = {
     ".parquet": "parquet",
@@ -124,6 +125,7 @@ SUFFIXES = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".mds": "mds",
+    ".txt": "text",
 }
 """The format of files whose name ends so."""
 
