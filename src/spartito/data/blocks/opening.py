@@ -9,19 +9,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from spartito.cluster.resolver import replicas_here
 from spartito.data.blocks.choosing import ChosenSource, Columnar, Rule, hashes_of, kept_by
 from spartito.data.blocks.formats import SUFFIXES, make_format
 from spartito.data.blocks.index import find_blocks
 from spartito.data.blocks.source import PackedSource
 from spartito.data.dataset import Dataset
 from spartito.data.decode import Color
-from spartito.data.folders import MOST_THREADS
 from spartito.data.images import Subset, check_split
+from spartito.data.prefetch import reading_threads
 from spartito.errors import UserError
 from spartito.storage.files import File, Files, is_pattern, match_files
 from spartito.storage.span_cache import SpanCache, default_cache
-from spartito.system.capacity import available_cores
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zstd", ".lz4", ".br", ".zip")
 
@@ -128,11 +126,6 @@ def _chosen(
             "Look at where=..., validation_split and subset.",
         )
     return ChosenSource(source, np.flatnonzero(chosen))
-
-
-def reading_threads() -> int:
-    """How many threads of a task read: its cores, divided among the replicas of the machine."""
-    return min(MOST_THREADS, max(1, available_cores() // replicas_here()))
 
 
 def find_files(url: str, format: str | None) -> tuple[Files, str, list[File]]:

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 from spartito.data.blocks.formats import Format, make_format
 from spartito.data.blocks.index import find_blocks
-from spartito.data.blocks.opening import find_files, reading_threads
+from spartito.data.blocks.opening import find_files
 from spartito.data.blocks.reading import BlockFiles
 from spartito.data.blocks.texts import Texts
 from spartito.data.dataset import Dataset
+from spartito.data.prefetch import reading_threads
 from spartito.data.windows.counts import count_tokens
 from spartito.data.windows.source import Layout, WindowSource
 from spartito.data.windows.token_blocks import Encoding, TokenBlocks
