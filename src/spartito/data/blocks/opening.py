@@ -12,13 +12,15 @@ import torch
 from spartito.data.blocks.choosing import ChosenSource, Columnar, Rule, hashes_of, kept_by
 from spartito.data.blocks.formats import SUFFIXES, make_format
 from spartito.data.blocks.index import find_blocks
+from spartito.data.blocks.lance_tables import NAME as TABLE
+from spartito.data.blocks.lance_tables import is_table, open_table
 from spartito.data.blocks.source import PackedSource
 from spartito.data.dataset import Dataset
 from spartito.data.decode import Color
 from spartito.data.images import Subset, check_split
 from spartito.data.prefetch import reading_threads
 from spartito.errors import UserError
-from spartito.storage.files import File, Files, is_pattern, match_files
+from spartito.storage.files import File, Files, is_pattern, match_files, unnumbered
 from spartito.storage.span_cache import SpanCache, default_cache
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zstd", ".lz4", ".br", ".zip")
@@ -39,7 +41,7 @@ def packed(
     key: str | None = None,
     seed: int = 1337,
 ) -> Dataset:
-    """Examples packed into few large files: Parquet, tars of WebDataset, MDS, JSON lines, text.
+    """Examples packed into few large files: Parquet, WebDataset, MDS, JSON lines and others.
 
     Which blocks the files have is found out once, and kept in the cache. Parts of remote files are
     kept there too, for all tasks of the machine and for later jobs.
@@ -48,8 +50,8 @@ def packed(
         url: A file, a folder, or a pattern of files, here or in a store:
             ``s3://bucket/train``, ``https://host/train-{000..127}.tar``, ``data/*.parquet``.
         columns: Those that an example has; None: all.
-        format: "parquet", "webdataset", "mds", "jsonl", "text", or that of another package; None:
-            as the files' names end.
+        format: "parquet", "webdataset", "mds", "jsonl", "text", "array_record", "lance", or
+            that of another package; None: as the files' names end.
         image_size: Height and width of images, which are decoded then; None: their bytes stay.
         color: Of images, "rgb" or "grayscale".
         dtype: Of images.
@@ -141,13 +143,15 @@ def find_files(url: str, format: str | None) -> tuple[Files, str, list[File]]:
     Raises:
         UserError: There is none, or the format is not clear.
     """
+    if format == TABLE or (format is None and is_table(url)):
+        return open_table(url)
     files, found = match_files(url, tuple(SUFFIXES) if format is None else ())
     if format is None:
         if not is_pattern(url):
             found = _without_notes(found)
         return files, _format_of([file.name for file in found]), found
     suffixes = make_format(format, None).suffixes
-    return files, format, [f for f in found if f.name.endswith(suffixes)] or found
+    return files, format, [f for f in found if unnumbered(f.name).endswith(suffixes)] or found
 
 
 def _without_notes(found: list[File]) -> list[File]:
@@ -156,7 +160,7 @@ def _without_notes(found: list[File]) -> list[File]:
 
 
 def _kind(name: str) -> str:
-    return SUFFIXES.get(os.path.splitext(name)[1].lower(), "")
+    return SUFFIXES.get(os.path.splitext(unnumbered(name))[1], "")
 
 
 def _format_of(names: Sequence[str]) -> str:
