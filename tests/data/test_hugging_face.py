@@ -123,6 +123,14 @@ def test_loaders_of_torch_over_tables() -> None:
     assert sorted(ids(iter(found))) == list(range(COUNT))
 
 
+def test_tables_are_mixed_with_other_data() -> None:
+    chosen = sp.data.as_dataset(plain().select_columns("y"), batch_size=None).shuffle(seed=2)
+    other = sp.data.arrays({"y": torch.arange(100, 150)})
+    mixed = sp.data.mix({"table": chosen, "other": other}, {"table": 1, "other": 1})
+    assert sorted(ids(iter(Loader(mixed.batch(8))))) == [*range(50), *range(100, 150)]
+    assert "a Dataset of Hugging Face: 50 examples of y" in chosen.describe()
+
+
 def test_pictures_are_decoded(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     pixels = [rng.integers(0, 256, (4, 5, 3), dtype=np.uint8) for _ in range(3)]

@@ -129,6 +129,7 @@ def test_texts_as_nano_gpt_reads_them(tmp_path: Path) -> None:
     expected, _ = stream(documents)
     data = sp.data.tokens(tmp_path / "data", LENGTH, separator="\n\n", **LETTERS)
     assert len(data) == (len(expected) - 1) // LENGTH
+    assert f"text between '\\n\\n', {len(expected):,} tokens" in data.describe()
     for number, (x, y) in enumerate(data):
         at = number * LENGTH
         assert x.tolist() == expected[at : at + LENGTH]
@@ -337,6 +338,9 @@ def test_packed_documents_are_apart_in_a_model_of_transformers(tmp_path: Path) -
     net.config.use_cache = True
     with pytest.raises(UserError, match="sees nothing of where documents begin"):
         trainer.evaluate(data.batch(3))
+    mixed = sp.data.mix({"a": data, "b": data.shuffle(blocks=2)}, size=6)
+    with pytest.raises(UserError, match="sees nothing of where documents begin"):
+        trainer.evaluate(mixed.batch(3))
 
 
 # ---- what is wrong

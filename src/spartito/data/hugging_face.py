@@ -108,6 +108,11 @@ class TableSource(BatchSource):
         found: list[Any] = self.table.__getitems__(indices)
         return found
 
+    def describe(self) -> str:
+        """As `Described.describe`."""
+        names = ", ".join(self.table.column_names)
+        return f"a Dataset of Hugging Face: {len(self):,} examples of {names}"
+
     def read_batch(self, indices: Sequence[int]) -> Found:
         """As `BatchSource.read_batch`: whole columns; what is None or null is corrupt."""
         if not len(indices):

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from spartito.data.dataset import Dataset
+from spartito.data.mixture import Mixture
 from spartito.data.windows.source import WindowSource
 from spartito.errors import UserError
 
@@ -23,7 +24,9 @@ def check_documents(model: nn.Module, dataset: Dataset, replicas: int) -> None:
         UserError: It is such a model.
     """
     source, config = dataset.source, getattr(model, "config", None)
-    if not isinstance(source, WindowSource) or not source.documents or config is None:
+    parts = [part.data.source for part in source.parts] if isinstance(source, Mixture) else [source]
+    packed = any(isinstance(part, WindowSource) and part.documents for part in parts)
+    if not packed or config is None:
         return
     name = type(model).__name__
     if getattr(config, "use_cache", False):

@@ -29,7 +29,7 @@ from spartito.data.blocks.formats import (
 from spartito.errors import UserError
 from spartito.names import nearest
 from spartito.storage.files import File, Files, RangeReader
-from spartito.storage.remote import is_remote, local_path
+from spartito.urls import is_remote, local_path
 
 NAME = "lance"
 TARGET = 4 << 20

@@ -115,6 +115,15 @@ class WindowSource(BatchSource):
         """As `BlockSource.expect`."""
         self.reader.expect(blocks, live)
 
+    def describe(self) -> str:
+        """As `Described.describe`."""
+        read, layout = self.blocks.files, self.layout
+        return (
+            f"{read.files.url}: {read.format.name}, {int(layout.begins[-1]):,} tokens of the "
+            f"column {self.blocks.encoding.column!r}\n{len(self):,} windows of {layout.step} in "
+            f"{len(layout.homes):,} blocks"
+        )
+
     def load(self, home: int) -> TokenBlock:
         """The tokens from the beginning of a block's first window to the end of its last one.
 
