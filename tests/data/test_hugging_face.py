@@ -175,6 +175,42 @@ def test_what_cannot_be_is_refused() -> None:
         next(iter(ragged))
 
 
+def test_windows_over_the_tokens_of_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of texts and of tokens, of chosen rows; texts become tokens once for all that is equal."""
+    monkeypatch.setenv("SPARTITO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("spartito.data.windows.documents.TARGET", 300)
+    calls = list[str]()
+
+    def letters(text: str) -> list[int]:
+        calls.append(text)
+        return list(text.encode())
+
+    options: dict[str, Any] = {"tokenizer": letters, "tokenizer_name": "bytes", "eos": 0}
+    data = plain().select(range(COUNT - 1, 0, -2))
+    expected = "".join(f"word {n}\0" for n in range(COUNT - 1, 0, -2)).encode()
+    for _ in range(2):
+        found = sp.data.tokens(data, 8, "words", **options)
+        batches = list(found.batch(4))
+        assert (
+            bytes(torch.cat([x for x, _ in batches]).flatten().tolist())
+            == expected[: len(found) * 8]
+        )
+        assert "a Dataset of Hugging Face, 25 examples, 195 tokens" in found.describe()
+    assert len(found.source.edges) > 3  # type: ignore[union-attr]
+    assert len(calls) == 25
+    ids = table(input_ids=[[n, n] for n in range(20)])
+    row = next(iter(sp.data.tokens(ids, 6, "input_ids", for_transformers=True)))
+    assert row["input_ids"].tolist() == [0, 0, 1, 1, 2, 2]
+    with pytest.raises(UserError, match="no column 'wrds'"):
+        sp.data.tokens(data, 8, "wrds", **options)
+    with pytest.raises(UserError, match="without separator and format"):
+        sp.data.tokens(data, 8, "words", separator="\n", **options)
+    with pytest.raises(UserError, match="'train'"):
+        sp.data.tokens(hugging_face.DatasetDict(train=data), 8, "words", **options)
+
+
 # ---- streams
 
 

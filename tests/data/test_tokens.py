@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -164,6 +165,9 @@ def test_a_column_of_tokens_is_taken_as_it_is(tmp_path: Path, every_format: str)
     batch = next(iter(data.batch(len(data))))
     assert batch["input_ids"].flatten().tolist() == expected[: len(data) * 10]
     assert (batch["labels"] == batch["input_ids"]).all()
+    ended = sp.data.tokens(tmp_path / "data", 8, column, eos=63, for_transformers=True)
+    found = torch.cat([example["input_ids"] for example in ended]).reshape(-1, 8)
+    assert (found[:, 7] == 63).all()
     (text,) = names(every_format, "text")
     again = sp.data.tokens(tmp_path / "data", 10, text, **LETTERS)
     said, _ = stream([f"text {number}" for number in range(64)])
@@ -200,6 +204,15 @@ def test_the_order_is_the_same_at_any_number_of_workers_and_resumes(tmp_path: Pa
                 found.append([batch.data[0].tolist() for batch in loader])
             joined = [[row for part in parts for row in part] for parts in zip(*found, strict=True)]
             assert joined == alone[start:]
+
+
+def test_a_source_goes_to_another_process(tmp_path: Path) -> None:
+    """As functions do that capture one (`sp.launch`)."""
+    write_texts(tmp_path / "data", corpus())
+    data = sp.data.tokens(tmp_path / "data", LENGTH, separator="\n\n", **LETTERS)
+    again: Any = pickle.loads(pickle.dumps(data.source))
+    found, expected = again[5], data.source[5]  # type: ignore[index]
+    assert found[0].tolist() == expected[0].tolist()
 
 
 def test_texts_become_tokens_once(tmp_path: Path) -> None:
@@ -401,12 +414,24 @@ Call = Callable[[Path], Any]
             "Only text files have one",
         ),
         (lambda f: sp.data.tokens(f, 4, tokenizer="gpt2"), "is no tokenizer"),
+        (lambda f: sp.data.tokens(["a"], 4, **LETTERS), r"tokens\(\) of a list"),
     ],
 )
 def test_what_cannot_be_is_refused(call: Call, said: str, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     with pytest.raises(UserError, match=said):
         call(tmp_path / "data")
+
+
+def test_a_cache_that_is_too_small_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_texts(tmp_path / "data", corpus())
+    monkeypatch.setenv("SPARTITO_CACHE_LIMIT", "1000")
+    data = sp.data.tokens(tmp_path / "data", LENGTH, separator="\n\n", **LETTERS)
+    assert "becomes tokens again in each pass" in caplog.text
+    expected, _ = stream(corpus())
+    assert torch.cat([x for x, _ in data]).tolist() == expected[: len(data) * LENGTH]
 
 
 def test_texts_that_cannot_be_read_in_parts(

@@ -59,11 +59,11 @@ class Texts:
         while data := file.read(TARGET):
             rest += data
             ends = [found.end() for found in self._separator.finditer(rest)]
-            if ends:  # else a document is longer than a block
-                rows = len(self._documents(rest[: ends[-1]]))
-                blocks.append(Block(rows, start, start + ends[-1]))
-                start, rest = start + ends[-1], rest[ends[-1] :]
-            _check_length(facts, len(rest))
+            stop = ends[-1] if ends else 0
+            _check_length(facts, len(rest) - stop)
+            if stop and file.tell() < facts.size:
+                blocks.append(Block(len(self._documents(rest[:stop])), start, start + stop))
+                start, rest = start + stop, rest[stop:]
         blocks.append(Block(len(self._documents(rest)), start, start + len(rest)))
         return FileIndex([block for block in blocks if block.rows])
 

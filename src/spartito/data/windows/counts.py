@@ -17,12 +17,12 @@ from spartito.errors import UserError
 from spartito.log import warn
 from spartito.storage.span_cache import Entry
 
-FILES = 4
-"""Files whose blocks are counted together; other tasks of the machine count others."""
+PARTS = 4
+"""Parts that are counted together; other tasks of the machine count others."""
 
 
-class FileCounts(msgspec.Struct, frozen=True):
-    """What is known of a file.
+class PartCounts(msgspec.Struct, frozen=True):
+    """What is known of a part: of a file.
 
     Attributes:
         tokens: How many each block has.
@@ -38,11 +38,11 @@ class FileCounts(msgspec.Struct, frozen=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(FileCounts)
+_decoder = msgspec.msgpack.Decoder(PartCounts)
 
 
 def count_tokens(blocks: TokenBlocks, threads: int) -> Indices:
-    """How many tokens each block has; those of a file that was counted before are in the cache.
+    """How many tokens each block has; those of a part that was counted before are in the cache.
 
     Args:
         blocks: The blocks.
@@ -54,8 +54,8 @@ def count_tokens(blocks: TokenBlocks, threads: int) -> Indices:
     Raises:
         UserError: A block cannot be read, or more than 1% of the documents (at least 10).
     """
-    found = blocks.files.blocks
-    edges = [0, *accumulate(len(index.blocks) for index in found.indexes)]
+    parts = blocks.documents.parts
+    edges = [0, *accumulate(part.blocks for part in parts)]
     done, lock = 0, threading.Lock()
 
     def told(count: int) -> None:
@@ -69,8 +69,7 @@ def count_tokens(blocks: TokenBlocks, threads: int) -> Indices:
         told(1)
         return len(made.tokens), len(made.starts), made.missing, made.first
 
-    def of_file(number: int) -> FileCounts:
-        file, index = found.files[number], found.indexes[number]
+    def of_part(number: int) -> PartCounts:
         first, stop = edges[number], edges[number + 1]
         was_made = False
 
@@ -80,23 +79,22 @@ def count_tokens(blocks: TokenBlocks, threads: int) -> Indices:
             futures = [workers.submit(one, block) for block in range(first, stop)]
             return _encoder.encode(_together(_results(futures)))
 
-        if not file.version:
+        identity = parts[number].identity
+        if identity is None:
             return _decoder.decode(make())
-        ends = ",".join(str(block.stop) for block in index.blocks)
-        facts = (blocks.files.format.name, blocks.files.files.url, file.name, str(file.size))
-        words = ("token counts", VERSION, *facts, file.version, ends, *blocks.encoding.words)
-        made = _decoder.decode(blocks.cache.get(Entry(words), make))
+        entry = Entry(("token counts", VERSION, *identity, *blocks.encoding.words))
+        made = _decoder.decode(blocks.cache.get(entry, make))
         if not was_made:
             told(stop - first)
         return made
 
-    counts: dict[int, FileCounts] = {}
+    counts: dict[int, PartCounts] = {}
     with (
         Progress("counted the tokens of", things="blocks") as progress,
         ThreadPoolExecutor(threads) as workers,
-        ThreadPoolExecutor(FILES) as pool,
+        ThreadPoolExecutor(PARTS) as pool,
     ):
-        work = {pool.submit(of_file, number): number for number in range(len(found.files))}
+        work = {pool.submit(of_part, number): number for number in range(len(parts))}
         try:
             for ready in as_completed(work):
                 counts[work[ready]] = ready.result()
@@ -104,8 +102,8 @@ def count_tokens(blocks: TokenBlocks, threads: int) -> Indices:
             workers.shutdown(wait=False, cancel_futures=True)
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    ordered = [counts[number] for number in range(len(found.files))]
-    _check_missing(ordered, [f"{blocks.files.files.url}/{file.name}" for file in found.files])
+    ordered = [counts[number] for number in range(len(parts))]
+    _check_missing(ordered, [part.name for part in parts])
     return np.array([count for each in ordered for count in each.tokens], dtype=np.int64)
 
 
@@ -120,14 +118,14 @@ def _results(
         raise
 
 
-def _together(counts: list[tuple[int, int, int, str]]) -> FileCounts:
-    """What is known of a file, by its blocks."""
+def _together(counts: list[tuple[int, int, int, str]]) -> PartCounts:
+    """What is known of a part, by its blocks."""
     said = (f"block {number}, {text}" for number, (*_, text) in enumerate(counts) if text)
-    tokens, documents, missing, _ = zip(*counts, strict=True)
-    return FileCounts(list(tokens), sum(documents), sum(missing), next(said, ""))
+    tokens, documents, missing, _ = zip(*counts, strict=True) if counts else ((), (), (), ())
+    return PartCounts(list(tokens), sum(documents), sum(missing), next(said, ""))
 
 
-def _check_missing(counts: list[FileCounts], names: list[str]) -> None:
+def _check_missing(counts: list[PartCounts], names: list[str]) -> None:
     missing, documents = sum(c.missing for c in counts), sum(c.documents for c in counts)
     if not missing:
         return

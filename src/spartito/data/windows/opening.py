@@ -12,19 +12,25 @@ from spartito.data.blocks.opening import find_files
 from spartito.data.blocks.reading import BlockFiles
 from spartito.data.blocks.texts import Texts
 from spartito.data.dataset import Dataset
+from spartito.data.hugging_face import check_one_split, is_table
 from spartito.data.prefetch import reading_threads
 from spartito.data.windows.counts import count_tokens
+from spartito.data.windows.documents import Documents, PackedDocuments, TableDocuments
 from spartito.data.windows.source import Layout, WindowSource
 from spartito.data.windows.token_blocks import Encoding, TokenBlocks
 from spartito.data.windows.tokenizers import Tokenizer, as_tokenizer
 from spartito.errors import UserError
+from spartito.log import warn
 from spartito.storage.span_cache import SpanCache, default_cache
+
+SMALLEST = 2
+"""Bytes of a token in the cache, at least."""
 
 Eos = int | Literal["tokenizer"] | None
 
 
 def tokens(
-    url: str | os.PathLike[str],
+    data: Any,
     length: int,
     column: str = "text",
     *,
@@ -44,7 +50,8 @@ def tokens(
     has is counted once: the count and the tokens of texts are kept in the cache.
 
     Args:
-        url: As for `packed`: files of one format, here or in a store; text files (``.txt``) too.
+        data: A path or URL as for `packed`: files of one format, here or in a store, text files
+            (``.txt``) among these; or a ``Dataset`` of Hugging Face's ``datasets``.
         length: Tokens of an example.
         column: Where a document stands in an example: a text, or a list of tokens.
         tokenizer: Makes tokens of texts: a tokenizer of Transformers or of the package
@@ -77,22 +84,46 @@ def tokens(
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
         raise UserError(f"tokens(length={length!r})", "An example has at least one token.")
     chosen = None if tokenizer is None else as_tokenizer(tokenizer, tokenizer_name)
-    files, name, found = find_files(os.fspath(url), format)
-    reads = _format(name, column, separator)
     kept = default_cache() if cache is None else SpanCache(cache)
-    blocks = find_blocks(files, found, reads, kept)
-    read = BlockFiles(files, reads, blocks, None if files.local else kept)
-    encoded = TokenBlocks(read, Encoding(column, chosen, _eos(eos, chosen)), kept)
+    documents_of = _documents(data, column, separator, format, kept)
+    blocks = TokenBlocks(documents_of, Encoding(column, chosen, _eos(eos, chosen)), kept)
     threads = reading_threads()
-    counts = count_tokens(encoded, threads)
+    counts = count_tokens(blocks, threads)
     layout = Layout(counts, length, length if for_transformers else length + 1)
+    total = int(counts.sum())
     if not len(layout):
         raise UserError(
-            f"{files.url} has {counts.sum()} tokens, too few for an example of {layout.width}",
+            f"{documents_of.name} has {total} tokens, too few for an example of {layout.width}",
             "Choose a smaller length.",
         )
-    source = WindowSource(encoded, layout, documents, for_transformers)
+    if chosen is not None and SMALLEST * total > kept.limit:
+        warn(
+            "the cache in %s takes %.1f GB, and the tokens of these texts %.1f GB: "
+            "what does not fit becomes tokens again in each pass; SPARTITO_CACHE_LIMIT or "
+            "SPARTITO_CACHE=DIR gives it more",
+            kept.folder,
+            kept.limit / 1e9,
+            SMALLEST * total / 1e9,
+        )
+    source = WindowSource(blocks, layout, documents, for_transformers)
     return Dataset(source).prefetch(threads + 2, threads)
+
+
+def _documents(
+    data: Any, column: str, separator: str | None, format: str | None, cache: SpanCache
+) -> Documents:
+    check_one_split(data)
+    if is_table(data) and separator is None and format is None:
+        return TableDocuments(data, column)
+    if not isinstance(data, str | os.PathLike):
+        raise UserError(
+            f"tokens() of a {type(data).__name__}",
+            "Give a path, a URL, or a Dataset of Hugging Face without separator and format.",
+        )
+    files, name, found = find_files(os.fspath(data), format)
+    reads = _format(name, column, separator)
+    blocks = find_blocks(files, found, reads, cache)
+    return PackedDocuments(BlockFiles(files, reads, blocks, None if files.local else cache))
 
 
 def _format(name: str, column: str, separator: str | None) -> Format:

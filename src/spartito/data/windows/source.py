@@ -117,11 +117,10 @@ class WindowSource(BatchSource):
 
     def describe(self) -> str:
         """As `Described.describe`."""
-        read, layout = self.blocks.files, self.layout
+        layout, column = self.layout, self.blocks.encoding.column
         return (
-            f"{read.files.url}: {read.format.name}, {int(layout.begins[-1]):,} tokens of the "
-            f"column {self.blocks.encoding.column!r}\n{len(self):,} windows of {layout.step} in "
-            f"{len(layout.homes):,} blocks"
+            f"{self.blocks.documents.name}, {int(layout.begins[-1]):,} tokens of the column "
+            f"{column!r}\n{len(self):,} windows of {layout.step} in {len(layout.homes):,} blocks"
         )
 
     def load(self, home: int) -> TokenBlock:

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from spartito.data.blocks.formats import Columns, Missing
-from spartito.data.blocks.reading import BlockFiles
 from spartito.data.order import Indices
+from spartito.data.windows.documents import Documents
 from spartito.data.windows.tokenizers import Tokenizer
 from spartito.errors import UserError
 from spartito.storage.span_cache import Entry, SpanCache
@@ -145,15 +145,15 @@ class Encoding:
 
 @dataclass(frozen=True, eq=False)
 class TokenBlocks:
-    """The blocks of files as tokens.
+    """Blocks of documents as tokens.
 
     Args:
-        files: Reads the blocks.
+        documents: Reads the blocks.
         encoding: What becomes of one.
         cache: Keeps the tokens of texts.
     """
 
-    files: BlockFiles
+    documents: Documents
     encoding: Encoding
     cache: SpanCache
 
@@ -163,22 +163,18 @@ class TokenBlocks:
         Raises:
             UserError: It cannot be read, or has something else in the column.
         """
-        file, index, number = self.files.blocks.find(block)
-        if self.encoding.tokenizer is None or not file.version:
+        identity = self.documents.identity(block)
+        if self.encoding.tokenizer is None or identity is None:
             return self._encoded(block)
-        at = index.blocks[number]
-        words = ("tokens", VERSION, self.files.format.name, self.files.files.url, file.name)
-        facts = (str(file.size), file.version, str(at.start), str(at.stop), str(at.rows))
-        entry = Entry((*words, *facts, *self.encoding.words))
+        entry = Entry(("tokens", VERSION, *identity, *self.encoding.words))
         return _read(self.cache.get(entry, lambda: _written(self._encoded(block))))
 
     def _encoded(self, block: int) -> TokenBlock:
-        columns = self.files.load(block)
+        columns = self.documents.load(block)
         try:
             return self.encoding.encode(columns)
         except UserError as error:
-            file, _, _ = self.files.blocks.find(block)
-            raise UserError(f"{self.files.files.url}/{file.name}: {error}") from error
+            raise UserError(f"{self.documents.locate(block)}: {error}") from error
 
 
 class _Kept(msgspec.Struct, frozen=True):
