@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,29 @@ def test_what_is_null_is_a_corrupt_example(caplog: pytest.LogCaptureFixture) -> 
     assert ids(iter(Loader(sp.data.as_dataset(data)))) == [0, 3]
     assert "'y' of example 1 is null" in caplog.text
     assert "'words' of example 2 is null" in caplog.text
+
+
+def test_a_picture_that_is_none_is_a_corrupt_example(caplog: pytest.LogCaptureFixture) -> None:
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (4, 4)).save(file, "PNG")
+    good, bad = ({"bytes": data, "path": None} for data in (file.getvalue(), b"no picture"))
+    features = {"image": hugging_face.Image(), "y": hugging_face.Value("int64")}
+    data = hugging_face.Dataset.from_dict(
+        {"image": [good, bad, good, good], "y": [0, 1, 2, None]},
+        features=hugging_face.Features(features),
+    )
+    assert ids(iter(Loader(sp.data.as_dataset(data)))) == [0, 2]
+    assert "example 1 cannot be decoded: cannot identify image" in caplog.text
+    mapped = sp.data.as_dataset(data, batch_size=None).map(lambda e: {"y": e["y"] or 0})
+    assert ids(iter(Loader(mapped.batch(4)))) == [0, 2, 0]
+    assert "'y' of example 3 is null" in caplog.text
+
+    def wrong(columns: Any) -> Any:
+        raise ValueError("of mine")
+
+    with pytest.raises(ValueError, match="of mine") as seen:
+        next(iter(sp.data.as_dataset(data.with_transform(wrong))))
+    assert seen.value.__notes__ == ["This was example 0 of the Dataset."]
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from spartito.data.blocks.arrow_columns import column_values
 from spartito.data.blocks.formats import Missing
-from spartito.data.collate import collate
+from spartito.data.collate import collate, join
 from spartito.data.source import BatchSource, Found
-from spartito.errors import UserError
+from spartito.errors import CorruptSampleError, UserError
 
 Column = Tensor | list[Any]
 
@@ -100,8 +100,15 @@ class TableSource(BatchSource):
         return len(self.table)
 
     def __getitem__(self, index: int) -> Any:
-        """One example."""
-        return self.table[index]
+        """One example.
+
+        Raises:
+            CorruptSampleError: It has a picture that cannot be decoded.
+        """
+        try:
+            return self.table[index]
+        except OSError as error:  # as Pillow raises it
+            raise _undecoded(index, error) from error
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         """Several examples, read together."""
@@ -117,13 +124,10 @@ class TableSource(BatchSource):
         """As `BatchSource.read_batch`: whole columns; what is None or null is corrupt."""
         if not len(indices):
             return Found(None, [], [])
-        keys = indices if isinstance(indices, range) else list(indices)
-        columns: dict[str, Any] = {}
-        if self._numbers is not None:
-            found = self._numbers[keys]
-            columns.update({name: column_values(found.column(name)) for name in found.column_names})
-        if self._others is not None:
-            columns.update(self._others[keys])
+        try:
+            columns = self._read(indices if isinstance(indices, range) else list(indices))
+        except Exception:
+            return self._one_by_one(indices)
         read = {name: _column(values) for name, values in columns.items()}
         wrong = {
             row: f"{name!r} of example {indices[row]} {_missing(value)}"
@@ -137,6 +141,37 @@ class TableSource(BatchSource):
         if not kept:
             return Found(None, kept, corrupt)
         return Found({name: _kept(read[name], kept) for name in self._names(read)}, kept, corrupt)
+
+    def _read(self, keys: range | list[int]) -> dict[str, Any]:
+        """The values of some examples, by column."""
+        columns: dict[str, Any] = {}
+        if self._numbers is not None:
+            found = self._numbers[keys]
+            columns.update({name: column_values(found.column(name)) for name in found.column_names})
+        if self._others is not None:
+            columns.update(self._others[keys])
+        return columns
+
+    def _one_by_one(self, indices: Sequence[int]) -> Found:
+        """What can be read of examples that cannot all be: a picture that is none is corrupt."""
+        found: list[Any] = []
+        kept: list[int] = []
+        corrupt: list[tuple[int, str]] = []
+        for row, index in enumerate(indices):
+            try:
+                self._read([index])
+            except OSError as error:
+                corrupt.append((index, str(_undecoded(index, error))))
+                continue
+            except Exception as error:
+                error.add_note(f"This was example {index} of the Dataset.")
+                raise
+            one = self.read_batch([index])
+            corrupt += one.corrupt
+            if one.data is not None:
+                found.append(one.data)
+                kept.append(row)
+        return Found(join(found) if found else None, kept, corrupt)
 
     def _names(self, read: Mapping[str, Any]) -> list[str]:
         """The columns in the order of the table's, then those that a function adds."""
@@ -165,6 +200,10 @@ class TableSource(BatchSource):
             return self.table
         others = [name for name in chosen if name not in plain]
         return self.table.with_format(None, columns=others) if others else None
+
+
+def _undecoded(index: int, error: OSError) -> CorruptSampleError:
+    return CorruptSampleError(f"example {index} cannot be decoded: {error}")
 
 
 def _is_a(data: object, name: str) -> bool:

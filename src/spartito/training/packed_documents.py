@@ -26,7 +26,8 @@ def check_documents(model: nn.Module, dataset: Dataset, replicas: int) -> None:
     source, config = dataset.source, getattr(model, "config", None)
     parts = [part.data.source for part in source.parts] if isinstance(source, Mixture) else [source]
     packed = any(isinstance(part, WindowSource) and part.documents for part in parts)
-    if not packed or config is None:
+    theirs = any(kind.__module__.startswith("transformers.") for kind in type(config).__mro__)
+    if not packed or not theirs:
         return
     name = type(model).__name__
     if getattr(config, "use_cache", False):
