@@ -29,6 +29,7 @@ from spartito.errors import UserError
 from spartito.storage.files import match_files
 from tests.data.packed_files import names, tokens, write_all
 from tests.data.web_server import serving
+from tests.replicas import Replicas
 
 EOS = 255
 LENGTH = 16
@@ -240,6 +241,30 @@ def test_texts_become_tokens_once(tmp_path: Path) -> None:
     assert len(calls) > len(set(calls))
 
 
+def windows_of_a_replica(folder: Path) -> tuple[list[str], list[list[int]]]:
+    """The documents that this process has tokenized, and all windows."""
+    calls = list[str]()
+
+    def counted(text: str) -> list[int]:
+        calls.append(text)
+        return letters(text)
+
+    options: dict[str, Any] = {**LETTERS, "tokenizer": counted, "separator": "\n\n"}
+    data = sp.data.tokens(folder / "data", LENGTH, cache=folder / "shared", **options)
+    return calls, [x.tolist() for x, _ in data]
+
+
+def test_processes_that_begin_together_tokenize_each_text_once(
+    tmp_path: Path, replicas: Replicas
+) -> None:
+    documents = corpus(200)
+    write_texts(tmp_path / "data", documents, files=12)
+    found = replicas(windows_of_a_replica, 2, tmp_path)
+    calls = [text for each, _ in found for text in each]
+    assert sorted(calls) == sorted(document for document in documents if document)
+    assert found[0][1] == found[1][1]
+
+
 def test_texts_elsewhere_are_fetched_once(tmp_path: Path) -> None:
     documents = corpus()
     write_texts(tmp_path / "data", documents)
@@ -381,6 +406,10 @@ def table(folder: Path, **columns: Any) -> Path:
     return folder / "a.parquet"
 
 
+def halves(text: str) -> list[float]:
+    return [0.5]
+
+
 Call = Callable[[Path], Any]
 
 
@@ -414,6 +443,10 @@ Call = Callable[[Path], Any]
             "Only text files have one",
         ),
         (lambda f: sp.data.tokens(f, 4, tokenizer="gpt2"), "is no tokenizer"),
+        (
+            lambda f: sp.data.tokens(table(f, text=["a"]), 1, **{**LETTERS, "tokenizer": halves}),
+            "a.parquet: the tokenizer returns list of a text",
+        ),
         (lambda f: sp.data.tokens(["a"], 4, **LETTERS), r"tokens\(\) of a list"),
     ],
 )

@@ -106,15 +106,16 @@ class Encoding:
             if (wanted == "texts") != isinstance(document, str):
                 raise self._other(document, wanted)
         if self.tokenizer is None:
-            for document in documents:
-                array = np.asarray(document)
-                if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
-                    raise self._other(document, wanted)
-                yield array.astype(np.int64)
+            yield from (self._array(document) for document in documents)
             return
         for texts in _groups(documents):
-            for ids in self.tokenizer.encode(texts):
-                yield np.fromiter(ids, np.int64, len(ids))
+            yield from (self._array(found) for found in self.tokenizer.encode(texts))
+
+    def _array(self, tokens: Any) -> Tokens:
+        array = np.asarray(tokens)
+        if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
+            raise self._other(tokens, "tokens")
+        return array.astype(np.int64)
 
     def _ended(self, tokens: Tokens) -> Tokens:
         if self.eos is None or tokens[-1] == self.eos:
@@ -138,6 +139,10 @@ class Encoding:
         hint = "Is it the column? column=... names another one."
         if wanted == "tokens" and isinstance(document, str):
             hint = "Texts want a tokenizer: tokenizer=..."
+        if wanted == "tokens" and self.tokenizer is not None:
+            return UserError(
+                f"the tokenizer returns {kind} of a text", "It returns whole numbers, in a list."
+            )
         if wanted == "texts":
             hint = "Without a tokenizer a column of tokens is taken as it is; column=... names it."
         return UserError(f"the column {self.column!r} has no {wanted}: it has {kind}", hint)
@@ -175,6 +180,9 @@ class TokenBlocks:
             return self.encoding.encode(columns)
         except UserError as error:
             raise UserError(f"{self.documents.locate(block)}: {error}") from error
+        except Exception as error:
+            error.add_note(f"The tokenizer had documents of {self.documents.locate(block)}.")
+            raise
 
 
 class _Kept(msgspec.Struct, frozen=True):
