@@ -255,12 +255,12 @@ def test_a_disk_that_is_full_ends_nothing(
 
 
 def test_threads_are_the_cores_of_a_replica(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from spartito.data import folders
+    from spartito.data import prefetch
 
-    monkeypatch.setattr(folders, "available_cores", lambda: 12)
+    monkeypatch.setattr(prefetch, "available_cores", lambda: 12)
     for replicas, threads in ((1, 12), (4, 3), (20, 1)):
-        monkeypatch.setattr(folders, "replicas_here", lambda: replicas)  # noqa: B023
+        monkeypatch.setattr(prefetch, "replicas_here", lambda: replicas)  # noqa: B023
         data = image_folder(folder, SIZE)
         assert (data.threads, data.ahead) == (threads, threads + 2)
-    monkeypatch.setattr(folders, "available_cores", lambda: 2000)
-    assert image_folder(folder, SIZE).threads == folders.MOST_THREADS
+    monkeypatch.setattr(prefetch, "available_cores", lambda: 2000)
+    assert image_folder(folder, SIZE).threads == prefetch.MOST_THREADS

@@ -97,10 +97,10 @@ def serving(folder: Path, fault: Fault = lambda number: None) -> Iterator[WebSer
                 self.wfile.write(data[: len(data) // 2])
                 self.close_connection = True
                 return None
-            self.wfile.write(data)
             if wrong is None:
-                with about.lock:
+                with about.lock:  # before it is sent: who has read it may look
                     about.ranges[name, start, stop] += 1
+            self.wfile.write(data)
             return None
 
         def _status(self, code: int) -> None:

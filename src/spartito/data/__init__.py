@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from spartito.data.source import InputContext
     from spartito.data.text import characters
     from spartito.data.transforms import RandomFlip, RandomRotation, RandomTransform, Rescale
+    from spartito.data.windows.opening import tokens
 
 __getattr__ = _attach(
     __name__,
@@ -33,6 +34,7 @@ __getattr__ = _attach(
         "mix": "spartito.data.mixture",
         "packed": "spartito.data.blocks.opening",
         "per_worker": "spartito.data.dataset",
+        "tokens": "spartito.data.windows.opening",
     },
 )
 
@@ -53,4 +55,5 @@ __all__ = [
     "mix",
     "packed",
     "per_worker",
+    "tokens",
 ]

@@ -17,8 +17,16 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from spartito.data.collate import collate
+from spartito.data.hugging_face import (
+    TableSource,
+    check_one_split,
+    collate_rows,
+    is_stream,
+    is_table,
+)
 from spartito.data.memory import Arrays
 from spartito.data.order import DataShard, group_rows, part_rows, shard_rows, steps
+from spartito.data.prefetch import reading_threads
 from spartito.data.source import (
     BatchStream,
     BlockSource,
@@ -361,16 +369,17 @@ def per_worker(function: Callable[..., Iterable[Any]]) -> Dataset:
     return Dataset(PerWorker(function))
 
 
-def as_dataset(data: Any, batch_size: int = 32) -> Dataset:
+def as_dataset(data: Any, batch_size: int | None = 32) -> Dataset:
     """Anything that users bring, as a data set with batches.
 
     Args:
         data: A `Dataset`; a torch ``DataLoader`` (its batch size is taken as global, its collate
             function and worker processes are kept, plain shuffling becomes ours; any other
-            sampler draws the global batches, the same ones on every replica); a torch
-            ``Dataset`` or ``IterableDataset``; a tensor or array, a tuple ``(x, y)`` or a dict of
-            them; an iterable of batches.
-        batch_size: The global batch size where the data brings none.
+            sampler draws the global batches, the same ones on every replica); a ``Dataset`` or
+            ``IterableDataset`` of torch or of Hugging Face's ``datasets``; a tensor or array, a
+            tuple ``(x, y)`` or a dict of them; an iterable of batches.
+        batch_size: The global batch size where the data brings none; None leaves it without
+            batches, so that ``.map`` changes examples.
 
     Returns:
         The data set; ``data`` itself if it is one with batches.
@@ -378,8 +387,13 @@ def as_dataset(data: Any, batch_size: int = 32) -> Dataset:
     Raises:
         UserError: No data in any of these forms.
     """
+    check_one_split(data)
     if isinstance(data, Dataset):
         dataset = data
+    elif is_table(data):
+        dataset = _from_table(data)
+    elif is_stream(data):
+        dataset = replace(Dataset(ExampleStream(data)), collate=collate_rows)
     elif isinstance(data, DataLoader):
         dataset = _from_loader(data)
     elif isinstance(data, tuple | Mapping | torch.Tensor) or hasattr(data, "__array__"):
@@ -395,9 +409,17 @@ def as_dataset(data: Any, batch_size: int = 32) -> Dataset:
             f"{type(data).__name__} is no data",
             "Give arrays (x, y), a torch Dataset or DataLoader, or one of spartito.data.",
         )
-    if dataset.batched or isinstance(dataset.source, BatchStream | PerWorker):
+    if batch_size is None or dataset.batched or isinstance(dataset.source, BatchStream | PerWorker):
         return dataset
     return dataset.batch(batch_size)
+
+
+def _from_table(table: Any) -> Dataset:
+    source = TableSource(table)
+    dataset = replace(Dataset(source), collate=source.collate)
+    # A function of the user's may not bear several threads.
+    threads = 1 if source.format == "custom" else reading_threads()
+    return dataset.prefetch(threads + 2, threads)
 
 
 def _from_loader(loader: DataLoader[Any]) -> Dataset:

@@ -9,16 +9,12 @@ from typing import Any, Literal
 
 import torch
 
-from spartito.cluster.resolver import replicas_here
 from spartito.data.dataset import Dataset, arrays
 from spartito.data.idx_format import find_idx
 from spartito.data.images import ImageFolder, Subset, image_folder_source
 from spartito.data.packaged import split_digits
-from spartito.system.capacity import available_cores
+from spartito.data.prefetch import reading_threads
 from spartito.urls import is_remote
-
-MOST_THREADS = 16
-"""Threads that read images, at most: each has a whole batch in the making."""
 
 
 def image_folder(
@@ -61,9 +57,7 @@ def image_folder(
     source: ImageFolder = image_folder_source(
         directory, image_size, validation_split, subset, seed, cache=cache, **options
     )
-    cores = max(1, available_cores() // replicas_here())
-    # Of two threads one decodes while the other waits for a store.
-    threads = min(MOST_THREADS, cores if not is_remote(os.fspath(directory)) else 2 * cores)
+    threads = reading_threads(waits=is_remote(os.fspath(directory)))
     return replace(Dataset(source), classes=source.classes).prefetch(threads + 2, threads)
 
 

@@ -155,6 +155,7 @@ def examples(dataset: Dataset) -> Iterator[Any]:
         if feed is not None:
             yield from feed.examples(epoch)
         elif isinstance(source, ExampleStream):
+            source.begin(epoch)
             for index, example in enumerate(source.examples):
                 yield changed(dataset.example_maps, example, 0, epoch, index)
 
@@ -362,11 +363,12 @@ class StreamFeed:
 
     def _batches(self, epoch: int) -> Iterator[Any]:
         source, size = self._dataset.source, self._dataset.batch_size
+        assert isinstance(source, ExampleStream | BatchStream)
+        source.begin(epoch)
         if isinstance(source, BatchStream):
             for batch in source.batches:
                 yield tidy(batch)
             return
-        assert isinstance(source, ExampleStream)
         assert size is not None
         examples = enumerate(source.examples)
         while group := list(islice(examples, size)):

@@ -266,7 +266,8 @@ def _check(name: str, data: Any) -> None:
         )
     if not data.examples:
         raise UserError(f"{name!r} has no examples")
-    if data.processes is not None or data.collate is not collate or data.repeats != 1:
+    own = getattr(data.source, "collate", collate)
+    if data.processes is not None or data.collate is not own or data.repeats != 1:
         raise UserError(
             f"{name!r} has worker processes, a collate function or repeats of its own",
             "Mix data sets without, and say them of the mixture.",

@@ -7,7 +7,23 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
+from spartito.cluster.resolver import replicas_here
+from spartito.system.capacity import available_cores
+
+MOST_THREADS = 16
+"""Threads that read, at most: each has a whole batch in the making."""
+
 T = TypeVar("T")
+
+
+def reading_threads(waits: bool = False) -> int:
+    """How many threads of a task read: its cores, divided among the replicas of the machine.
+
+    Args:
+        waits: Whether each waits for a store: of two threads one decodes meanwhile.
+    """
+    cores = max(1, available_cores() // replicas_here())
+    return min(MOST_THREADS, 2 * cores if waits else cores)
 
 
 def read_ahead(tasks: Iterator[Callable[[], T]], depth: int, threads: int) -> Generator[T]:

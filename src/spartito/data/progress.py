@@ -22,9 +22,10 @@ class Progress:
         what: str = "checked",
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        things: str = "files",
     ) -> None:
         """``what`` is the verb that stands before the counts; ``stream`` is standard error."""
-        self._what = what
+        self._what, self._things = what, things
         self._stream = stream or sys.stderr
         self._clock = clock
         self._next = clock() + PATIENCE
@@ -40,7 +41,7 @@ class Progress:
         self._open.close()
 
     def update(self, done: int, total: int) -> None:
-        """Say that ``done`` of ``total`` files are done, if it is time to say something."""
+        """Say that ``done`` of ``total`` things are done, if it is time to say something."""
         now = self._clock()
         if now < self._next:
             return
@@ -50,7 +51,7 @@ class Progress:
             self._bar(done, total)
         else:
             self._next = now + LINE_EVERY
-            print(f"{self._what} {done} of {total} files", file=self._stream, flush=True)
+            print(f"{self._what} {done} of {total} {self._things}", file=self._stream, flush=True)
 
     def _start_bar(self) -> Callable[[int, int], None]:
         from rich.console import Console

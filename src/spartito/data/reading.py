@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils import data as torch_data
 from torch.utils.data import DataLoader, get_worker_info
 
-from spartito.data.collate import collate, tidy
+from spartito.data.collate import tidy
 from spartito.data.dataset import Dataset, Transform
 from spartito.data.order import example_generator
 from spartito.data.source import BatchSource, Found
@@ -38,9 +38,12 @@ class Reading:
 
     def one(self, epoch: int, index: int) -> Any:
         """The example ``index`` as it is in pass ``epoch``."""
+        return changed(self.maps, self._read(index), self.seed, epoch, index)
+
+    def _read(self, index: int) -> Any:
         try:
             with _ONE_AT_A_TIME if self.alone else nullcontext():
-                example = self.source[index]
+                return self.source[index]
         except SpartitoError:
             raise
         except Exception as error:
@@ -50,17 +53,31 @@ class Reading:
                 ".skip_corrupt(n) says how many may be."
             )
             raise
-        return changed(self.maps, example, self.seed, epoch, index)
+
+    def _several(self, indices: Sequence[int]) -> Sequence[Any] | None:
+        """Examples that a data set reads together, as torch asks for them; None: it does not."""
+        read = getattr(self.source, "__getitems__", None)
+        if not callable(read):
+            return None
+        try:
+            with _ONE_AT_A_TIME if self.alone else nullcontext():
+                found = read(list(indices))
+        except Exception:
+            return None  # one by one it is known which of them it is
+        return found if isinstance(found, Sequence) and len(found) == len(indices) else None
 
     def many(self, wanted: Wanted) -> Found:
         """The examples that are wanted as a batch, without those that cannot be read."""
         epoch, indices = wanted
-        if isinstance(self.source, BatchSource) and not self.maps and self.collate is collate:
-            return self.source.read_batch(indices)
+        source = self.source
+        if isinstance(source, BatchSource) and not self.maps and self.collate is source.collate:
+            return source.read_batch(indices)
+        read = self._several(indices)
         examples, kept, corrupt = [], [], []
         for position, index in enumerate(indices):
             try:
-                examples.append(self.one(epoch, index))
+                example = self._read(index) if read is None else read[position]
+                examples.append(changed(self.maps, example, self.seed, epoch, index))
             except CorruptSampleError as error:
                 corrupt.append((index, str(error)))
             else:

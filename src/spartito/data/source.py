@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from spartito.data.collate import collate
 from spartito.data.order import DataShard, Indices
 
 
@@ -48,7 +49,13 @@ class Found(NamedTuple):
 
 
 class BatchSource(ABC):
-    """Examples by index that know how to read several straight into a batch."""
+    """Examples by index that know how to read several straight into a batch.
+
+    Attributes:
+        collate: What makes the same batch of single examples.
+    """
+
+    collate: Callable[[Sequence[Any]], Any] = staticmethod(collate)
 
     @abstractmethod
     def read_batch(self, indices: Sequence[int]) -> Found:
@@ -98,12 +105,25 @@ class ExampleStream:
 
     examples: Iterable[Any]
 
+    def begin(self, epoch: int) -> None:
+        """Say which pass is next to what asks for it by ``set_epoch``."""
+        _set_epoch(self.examples, epoch)
+
 
 @dataclass(frozen=True)
 class BatchStream:
     """Global batches one after the other; iterating again starts again."""
 
     batches: Iterable[Any]
+
+    def begin(self, epoch: int) -> None:
+        """As `ExampleStream.begin`: to a loader's data set."""
+        _set_epoch(getattr(self.batches, "dataset", self.batches), epoch)
+
+
+def _set_epoch(stream: Any, epoch: int) -> None:
+    if callable(getattr(stream, "set_epoch", None)):
+        stream.set_epoch(epoch)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ _PATTERN = re.compile(r"[*?\[{]")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _FOR_GOOD = re.compile(r"status code: (400|401|403|404|405|416)\b")
 """What obstore says where it knows no kind of error."""
+_NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
 _COUNTED = re.compile(r"(\d+)\.\.(\d+)")
 
 
@@ -237,12 +238,26 @@ def match_files(url: str, suffixes: tuple[str, ...] = ()) -> tuple[Files, list[F
         chosen = [file for file in found if fnmatchcase(file.name, name)]
         rule = f"has no file that {name!r} describes"
     else:
-        chosen = [file for file in found if file.name.lower().endswith(suffixes or ("",))]
+        chosen = [file for file in found if unnumbered(file.name).endswith(suffixes or ("",))]
         rule = f"has no file that ends with {' or '.join(suffixes)}" if suffixes else "has no file"
     if not chosen:
         others = f"It has {len(found)} others, as {found[0].name!r}." if found else "It is empty."
         raise UserError(f"{files.url} {rule}", others)
     return files, chosen
+
+
+def is_pattern(url: str) -> bool:
+    """Whether a path or URL says with ``*``, ``?``, ``[`` or ``{`` which files it means."""
+    return _PATTERN.search(url) is not None
+
+
+def unnumbered(name: str) -> str:
+    """The name of a file in lower case, without a shard's number that stands behind its ending.
+
+    Args:
+        name: As ``train.array_record-00000-of-00004``, which TensorFlow's data sets write.
+    """
+    return _NUMBER.sub("", name.lower())
 
 
 def braced(name: str) -> list[str]:
@@ -310,6 +325,16 @@ class RangeReader(io.RawIOBase):
 
     def __init__(self, files: Files, file: File) -> None:
         self._files, self._file, self._at = files, file, 0
+
+    @property
+    def url(self) -> str:
+        """Its path or URL, for libraries that read it by themselves."""
+        return f"{self._files.url}/{self._file.name}"
+
+    @property
+    def local(self) -> bool:
+        """Whether it lies in a file system of this machine."""
+        return self._files.local
 
     def readable(self) -> bool:
         """As of any file."""

@@ -83,6 +83,10 @@ class SpanCache:
         self._added = self.limit  # so that the first one looks
         self._counting = threading.Lock()
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """In another process it is the same folder with the same limit."""
+        return SpanCache, (self.folder, self.limit)
+
     def get(self, entry: Entry, fetch: Callable[[], bytes]) -> bytes:
         """The bytes of an entry, by ``fetch`` where they are not there yet.
 

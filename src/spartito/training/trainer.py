@@ -36,6 +36,7 @@ from spartito.training.metrics.names import MetricLike, make_metrics
 from spartito.training.nonfinite import Skips, checked
 from spartito.training.output_folders import held_outputs
 from spartito.training.own_callbacks import with_own
+from spartito.training.packed_documents import check_documents
 from spartito.training.predictions import predicted
 from spartito.training.preemption import Notice
 from spartito.training.resume import find_together, restore, trained_on
@@ -220,6 +221,7 @@ class Trainer:
         check_storable(unwrap(self.model))
         callbacks = check_given(callbacks)
         chain = as_dataset(data, batch_size)
+        check_documents(unwrap(self.model), chain, self.strategy.num_replicas)
         if steps_per_epoch is None and chain.repeats is None:
             raise UserError("data that repeats without end", "Give steps_per_epoch.")
         apart = self.coordination.job.has_evaluator and validation_data is not None
@@ -485,6 +487,7 @@ class Trainer:
 
     def _evaluation(self, data: Any, steps: int | None, batch_size: int) -> Evaluation:
         chain: Dataset = as_dataset(data, batch_size)
+        check_documents(unwrap(self.model), chain, self.strategy.num_replicas)
         if steps is None and chain.repeats is None:
             raise UserError("validation data that repeats without end", "Give validation_steps.")
         return Evaluation(self.strategy, self.model, self.loss, self.metrics, chain, steps)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import entry_points
+from itertools import pairwise
 from typing import Any, Protocol
 
 import msgspec
@@ -117,6 +118,9 @@ _OURS: dict[str, str] = {
     "webdataset": "spartito.data.blocks.tars:Tars",
     "jsonl": "spartito.data.blocks.json_lines:JsonLines",
     "mds": "spartito.data.blocks.mds:Mds",
+    "text": "spartito.data.blocks.texts:Texts",
+    "array_record": "spartito.data.blocks.array_records:ArrayRecords",
+    "lance": "spartito.data.blocks.lance_tables:LanceTables",
 }
 SUFFIXES = {
     ".parquet": "parquet",
@@ -124,6 +128,9 @@ SUFFIXES = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".mds": "mds",
+    ".txt": "text",
+    ".array_record": "array_record",
+    ".arrayrecord": "array_record",
 }
 """The format of files whose name ends so."""
 
@@ -152,6 +159,35 @@ def make_format(name: str, columns: tuple[str, ...] | None) -> Format:
     if name not in formats():
         raise UserError(f"format={name!r} is unknown", nearest(name, formats()))
     return formats()[name]()(columns)
+
+
+def nothing_fetched(index: FileIndex, block: int) -> list[Span]:
+    """No span, for `Format.spans` of formats whose own library reads their files."""
+    return []
+
+
+def rows_before(index: FileIndex, block: int) -> int:
+    """The number of the first example of a block in its file."""
+    return sum(each.rows for each in index.blocks[:block])
+
+
+def even_blocks(rows: int, size: int, target: int, least: int = 1) -> list[Block]:
+    """Blocks of about ``target`` bytes, where it is not known which bytes an example has.
+
+    Args:
+        rows: How many examples there are.
+        size: Bytes of all of them.
+        target: Bytes of a block.
+        least: Examples that belong together: a block has a multiple of them.
+    """
+    wanted = max(1, rows * target // max(1, size))
+    step = -(-wanted // least) * least
+    edges = [*range(0, rows, step), rows]
+    return [
+        Block(stop - start, size * start // rows, size * stop // rows)
+        for start, stop in pairwise(edges)
+        if stop > start
+    ]
 
 
 def whole_block(index: FileIndex, block: int) -> list[Span]:

@@ -46,6 +46,10 @@ class Blocks:
         """File and number in it, of each block."""
         return [(f, n) for f, index in enumerate(self.indexes) for n in range(len(index.blocks))]
 
+    def position(self, block: int) -> tuple[int, int]:
+        """The number of a block's file, and the block's number there."""
+        return self._all[block]
+
     def find(self, block: int) -> tuple[File, FileIndex, int]:
         """The file of a block, what is known of it, and the block's number there."""
         file, number = self._all[block]

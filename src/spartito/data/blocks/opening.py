@@ -9,19 +9,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from spartito.cluster.resolver import replicas_here
 from spartito.data.blocks.choosing import ChosenSource, Columnar, Rule, hashes_of, kept_by
 from spartito.data.blocks.formats import SUFFIXES, make_format
 from spartito.data.blocks.index import find_blocks
+from spartito.data.blocks.lance_tables import NAME as TABLE
+from spartito.data.blocks.lance_tables import is_table, open_table
 from spartito.data.blocks.source import PackedSource
 from spartito.data.dataset import Dataset
 from spartito.data.decode import Color
-from spartito.data.folders import MOST_THREADS
 from spartito.data.images import Subset, check_split
+from spartito.data.prefetch import reading_threads
 from spartito.errors import UserError
-from spartito.storage.files import match_files
+from spartito.storage.files import File, Files, is_pattern, match_files, unnumbered
 from spartito.storage.span_cache import SpanCache, default_cache
-from spartito.system.capacity import available_cores
+
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zstd", ".lz4", ".br", ".zip")
 
 
 def packed(
@@ -39,7 +41,7 @@ def packed(
     key: str | None = None,
     seed: int = 1337,
 ) -> Dataset:
-    """Examples packed into few large files: Parquet, tars of WebDataset, MDS, JSON lines.
+    """Examples packed into few large files: Parquet, WebDataset, MDS, JSON lines and others.
 
     Which blocks the files have is found out once, and kept in the cache. Parts of remote files are
     kept there too, for all tasks of the machine and for later jobs.
@@ -48,8 +50,8 @@ def packed(
         url: A file, a folder, or a pattern of files, here or in a store:
             ``s3://bucket/train``, ``https://host/train-{000..127}.tar``, ``data/*.parquet``.
         columns: Those that an example has; None: all.
-        format: "parquet", "webdataset", "mds", "jsonl", or that of another package; None: as the
-            files' names end.
+        format: "parquet", "webdataset", "mds", "jsonl", "text", "array_record", "lance", or
+            that of another package; None: as the files' names end.
         image_size: Height and width of images, which are decoded then; None: their bytes stay.
         color: Of images, "rgb" or "grayscale".
         dtype: Of images.
@@ -70,11 +72,9 @@ def packed(
         UserError: Nothing is there, it may not be read, a file is cut off, there is no such format
             or column, or a package is not installed.
     """
-    files, found = match_files(os.fspath(url), tuple(SUFFIXES) if format is None else ())
+    files, name, found = find_files(os.fspath(url), format)
     chosen = (columns,) if isinstance(columns, str) else tuple(columns or ()) or None
-    reads = make_format(format or _format_of([file.name for file in found]), chosen)
-    if format is not None and any(file.name.endswith(reads.suffixes) for file in found):
-        found = [file for file in found if file.name.endswith(reads.suffixes)]
+    reads = make_format(name, chosen)
     kept = default_cache() if cache is None else SpanCache(cache)
     blocks = find_blocks(files, found, reads, kept)
     source = PackedSource(
@@ -89,7 +89,7 @@ def packed(
     )
     source.check_columns()
     chosen_ones = _chosen(source, kept, where or {}, validation_split, subset, key, seed)
-    threads = min(MOST_THREADS, max(1, available_cores() // replicas_here()))
+    threads = reading_threads()
     return Dataset(chosen_ones).prefetch(threads + 2, threads)
 
 
@@ -130,8 +130,47 @@ def _chosen(
     return ChosenSource(source, np.flatnonzero(chosen))
 
 
+def find_files(url: str, format: str | None) -> tuple[Files, str, list[File]]:
+    """The files of one format that a path, a URL or a pattern names.
+
+    Args:
+        url: As for `packed`.
+        format: As for `packed`.
+
+    Returns:
+        Where they lie, the name of their format, and the files by name.
+
+    Raises:
+        UserError: There is none, or the format is not clear.
+    """
+    if format == TABLE or (format is None and is_table(url)):
+        return open_table(url)
+    files, found = match_files(url, tuple(SUFFIXES) if format is None else ())
+    if format is None:
+        if not is_pattern(url):
+            found = _without_notes(found)
+        return files, _format_of([file.name for file in found]), found
+    suffixes = make_format(format, None).suffixes
+    return files, format, [f for f in found if unnumbered(f.name).endswith(suffixes)] or found
+
+
+def _without_notes(found: list[File]) -> list[File]:
+    """The files without texts, unless these are all: a README lies beside many data sets."""
+    return [file for file in found if _kind(file.name) != "text"] or found
+
+
+def _kind(name: str) -> str:
+    return SUFFIXES.get(os.path.splitext(unnumbered(name))[1], "")
+
+
 def _format_of(names: Sequence[str]) -> str:
-    kinds = {SUFFIXES.get(os.path.splitext(name)[1].lower(), "") for name in names}
+    for name in names:
+        if name.lower().endswith(COMPRESSED):
+            raise UserError(
+                f"{name!r} is compressed as a whole, so no part of it can be read",
+                "Unpack it, or write Parquet, which is compressed in parts.",
+            )
+    kinds = set(map(_kind, names))
     if len(kinds) != 1 or not (kind := kinds.pop()):
         raise UserError(
             f"files of several formats, as {names[0]!r} and {names[-1]!r}",

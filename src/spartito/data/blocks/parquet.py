@@ -8,9 +8,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
-from spartito.data.blocks.formats import Block, Columns, FileIndex, Missing, Span
+from spartito.data.blocks.arrow_columns import column_values
+from spartito.data.blocks.formats import Block, Columns, FileIndex, Span
 from spartito.errors import UserError
 from spartito.names import nearest
 from spartito.storage.files import File, RangeReader
@@ -86,7 +85,7 @@ class Parquet:
         chosen = self._chosen(metadata)
         group = self._group(metadata, block)
         table = read.read_row_group(group, columns=chosen, use_threads=False)
-        return {name: self._values(table.column(name)) for name in chosen or table.column_names}
+        return {name: column_values(table.column(name)) for name in chosen or table.column_names}
 
     def _metadata(self, head: bytes) -> Any:
         return self._parquet.read_metadata(io.BytesIO(MAGIC + head))
@@ -105,62 +104,6 @@ class Parquet:
         """The row group of a block: those without rows are none."""
         filled = (g for g in range(metadata.num_row_groups) if metadata.row_group(g).num_rows)
         return next(number for position, number in enumerate(filled) if position == block)
-
-    def _values(self, chunked: Any) -> Any:
-        """A column of arrow's as an array with a row for each example, or as a sequence."""
-        types = self._arrow.types
-        column = chunked.combine_chunks()
-        if isinstance(column, self._arrow.ChunkedArray):
-            column = column.chunk(0)
-        kind = column.type
-        plain = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
-        if plain and column.null_count == 0:
-            return column.to_numpy(zero_copy_only=False)
-        is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-        inner = kind.value_type if is_list else None
-        numbers = is_list and (types.is_integer(inner) or types.is_floating(inner))
-        rows = self._rows(column) if numbers and column.null_count == 0 else None
-        return ArrowColumn(column, numbers) if rows is None else rows
-
-    def _rows(self, column: Any) -> Any:
-        """Lists of numbers that are all as long as an array ``(rows, length)``; else None."""
-        values = column.flatten()
-        if values.null_count or len(values) % len(column):
-            return None
-        length = len(values) // len(column)
-        if not self._arrow.types.is_fixed_size_list(column.type):
-            lengths = np.diff(column.offsets.to_numpy())
-            if (lengths != length).any():
-                return None
-        return values.to_numpy(zero_copy_only=False).reshape(len(column), length)
-
-
-class ArrowColumn(Sequence[Any]):
-    """Values of arrow's that become Python's when somebody asks for one.
-
-    Args:
-        column: An array of arrow's.
-        numbers: Whether its values are lists of numbers, which become arrays.
-    """
-
-    def __init__(self, column: Any, numbers: bool) -> None:
-        self._column, self._numbers = column, numbers
-
-    def __len__(self) -> int:
-        return len(self._column)
-
-    def __getitem__(self, row: Any) -> Any:
-        scalar = self._column[row]
-        if not scalar.is_valid:
-            return Missing("is null")
-        if self._numbers and scalar.values.null_count:
-            return Missing("has a null among its numbers")
-        if self._numbers:
-            return scalar.values.to_numpy(zero_copy_only=False)
-        value = scalar.as_py()
-        if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
-            return value["bytes"]  # how Hugging Face's data sets keep images
-        return value
 
 
 class _Parts(io.RawIOBase):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from spartito.data.blocks.formats import Columns, Format, Span
 from spartito.data.blocks.index import Blocks
@@ -14,28 +16,76 @@ from spartito.storage.files import Files
 from spartito.storage.span_cache import SpanCache
 from spartito.storage.whole_files import read_cached
 
+T = TypeVar("T")
+
 THREADS = 16
 """Blocks that are fetched together."""
 AHEAD = 4
 """Blocks that are in memory before somebody wants them."""
 
 
-class BlockReader:
-    """Gives blocks, and keeps those that will be wanted again.
+@dataclass(frozen=True, eq=False)
+class BlockFiles:
+    """Files whose blocks are read one by one.
 
     Args:
-        files: Where the files lie.
+        files: Where they lie.
         format: What they are.
         blocks: All blocks.
         cache: Keeps what was fetched; None: they are read where they lie.
     """
 
-    def __init__(
-        self, files: Files, format: Format, blocks: Blocks, cache: SpanCache | None
-    ) -> None:
-        self._files, self._format, self._blocks, self._cache = files, format, blocks, cache
+    files: Files
+    format: Format
+    blocks: Blocks
+    cache: SpanCache | None
+
+    def load(self, block: int) -> Columns:
+        """The examples of a block.
+
+        Raises:
+            UserError: It cannot be read, or is not what its index says.
+        """
+        file, index, number = self.blocks.find(block)
+        parts = []
+        for span in self.format.spans(index, number):
+            parts.append((span, self._bytes(block, span)))
+        try:
+            columns = self.format.columns(index, number, parts)
+        except UserError as error:
+            raise UserError(f"{self.files.url}/{file.name}: {error}") from error
+        except Exception as error:
+            raise UserError(
+                f"{self.files.url}/{file.name}, block {number}, is not what its beginning or "
+                f"end says: {error}",
+                "It may be damaged, or have been replaced while it is read.",
+            ) from error
+        rows = index.blocks[number].rows
+        for name, column in columns.items():
+            if len(column) != rows:
+                raise UserError(
+                    f"{self.files.url}/{file.name}, block {number}, has {len(column)} values of "
+                    f"{name!r}, and {rows} examples by its index",
+                    "It may have been replaced while it is read.",
+                )
+        return columns
+
+    def _bytes(self, block: int, span: Span) -> bytes:
+        file, _, _ = self.blocks.find(block)
+        return read_cached(self.files, file, *span, self.cache)
+
+
+class BlockReader(Generic[T]):
+    """Gives blocks, and keeps those that will be wanted again.
+
+    Args:
+        load: Reads the block of a number, in any thread.
+    """
+
+    def __init__(self, load: Callable[[int], T]) -> None:
+        self._load = load
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="spartito block")
-        self._kept: OrderedDict[int, Future[Columns]] = OrderedDict()
+        self._kept: OrderedDict[int, Future[T]] = OrderedDict()
         self._lock = threading.Lock()
         self._order: Sequence[int] = ()
         self._positions: dict[int, int] = {}
@@ -53,8 +103,8 @@ class BlockReader:
             self._order, self._live, self._front = order, live, 0
             self._positions = {block: position for position, block in enumerate(order)}
 
-    def get(self, wanted: Iterable[int]) -> dict[int, Columns]:
-        """The examples of some blocks, which are fetched together.
+    def get(self, wanted: Iterable[int]) -> dict[int, T]:
+        """Some blocks, which are read together.
 
         Raises:
             UserError: One cannot be read, or is not what its index says.
@@ -79,7 +129,7 @@ class BlockReader:
         """End the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _ask(self, block: int) -> Future[Columns]:
+    def _ask(self, block: int) -> Future[T]:
         """The block to come; the lock is held."""
         if block not in self._kept:
             self._kept[block] = self._pool.submit(self._load, block)
@@ -93,32 +143,3 @@ class BlockReader:
                 return
             if self._kept[block].done():
                 del self._kept[block]
-
-    def _load(self, block: int) -> Columns:
-        file, index, number = self._blocks.find(block)
-        parts = []
-        for span in self._format.spans(index, number):
-            parts.append((span, self._bytes(block, span)))
-        try:
-            columns = self._format.columns(index, number, parts)
-        except UserError as error:
-            raise UserError(f"{self._files.url}/{file.name}: {error}") from error
-        except Exception as error:
-            raise UserError(
-                f"{self._files.url}/{file.name}, block {number}, is not what its beginning or "
-                f"end says: {error}",
-                "It may be damaged, or have been replaced while it is read.",
-            ) from error
-        rows = index.blocks[number].rows
-        for name, column in columns.items():
-            if len(column) != rows:
-                raise UserError(
-                    f"{self._files.url}/{file.name}, block {number}, has {len(column)} values of "
-                    f"{name!r}, and {rows} examples by its index",
-                    "It may have been replaced while it is read.",
-                )
-        return columns
-
-    def _bytes(self, block: int, span: Span) -> bytes:
-        file, _, _ = self._blocks.find(block)
-        return read_cached(self._files, file, *span, self._cache)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spartito.data.blocks.formats import Columns, Format, Missing
 from spartito.data.blocks.index import Blocks
-from spartito.data.blocks.reading import BlockReader
+from spartito.data.blocks.reading import BlockFiles, BlockReader
 from spartito.data.collate import collate
 from spartito.data.decode import Color, pixels_of
 from spartito.data.headers import ImageFault
@@ -66,12 +66,12 @@ class PackedSource(BatchSource):
         return self.blocks.edges
 
     @property
-    def reader(self) -> BlockReader:
+    def reader(self) -> BlockReader[Columns]:
         """What reads the blocks."""
         if "reader" not in self._own:
-            made = BlockReader(self.files, self.format, self.blocks, self.cache)
-            self._own.setdefault("reader", made)
-        found: BlockReader = self._own["reader"]
+            read = BlockFiles(self.files, self.format, self.blocks, self.cache)
+            self._own.setdefault("reader", BlockReader(read.load))
+        found: BlockReader[Columns] = self._own["reader"]
         return found
 
     def expect(self, blocks: Sequence[int], live: int) -> None:
