@@ -87,9 +87,7 @@ def main() -> None:
     source = Sorted(given.size)
     whole = sp.data.arrays(source.x, source.y)
     orders = {"all permuted": whole.shuffle()}
-    orders |= {
-        f"blocks={blocks}": Dataset(source).shuffle(blocks=blocks) for blocks in (32, 16, 8)
-    }
+    orders |= {f"blocks={blocks}": Dataset(source).shuffle(blocks=blocks) for blocks in (32, 16, 8)}
     orders["not shuffled"] = whole
     found: dict[str, list[float]] = {name: [] for name in orders}
     for seed in range(given.rounds):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -71,9 +72,9 @@ def main() -> None:
     conclude(here, figures, given.json, examples_per_second=windows)
 
 
-def prepare(kind: str, folder: Path, given: object) -> None:
+def prepare(kind: str, folder: Path, given: argparse.Namespace) -> None:
     """What is packed: photos of 180x180 as JPEG, or rows of tokens."""
-    count = getattr(given, "rows" if kind == "tokens" else "photos")
+    count = given.rows if kind == "tokens" else given.photos
     if kind == "tokens":
         rows = np.random.default_rng(0).integers(0, 50_000, (count, LENGTH), dtype=np.int32)
         np.save(folder / "raw.npy", rows)

@@ -63,7 +63,7 @@ class Study:
             workers=2,
             ps=self.ps,
             chief=bool(self.ps),
-            data=data if self.needs_photos else None,
+            data=str(data) if data and self.needs_photos else None,
             out=out,
             name=name,
         )

@@ -115,7 +115,7 @@ def test_a_full_disk_ends_no_training(
     assert sum(text.startswith(f"{tmp_path / 'checkpoints'}/") for text in caplog.messages) == 1
     assert caplog.text.count("each turn is another try") in (1, 2)  # once for each folder
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000008"]
-    assert saving.manager.best == tmp_path / "checkpoints" / "step-00000008"
+    assert saving.local_manager.best == tmp_path / "checkpoints" / "step-00000008"
     with no_file_larger_than(LIMIT), pytest.raises(UserError, match="File too large"):
         trainer(model=large).save(tmp_path / "asked")
 
@@ -166,7 +166,7 @@ def test_a_model_that_is_saved_once_is_enough(
     made.fit(data(), epochs=1, batch_size=5, callbacks=saving, verbose=0)
     assert f"{taken} cannot be replaced: notes in it is not of the checkpoint" in caplog.text
     assert f"could not be written into {tmp_path / 'a'}, where none was written" in caplog.text
-    assert saving[1].manager.latest() is not None
+    assert saving[1].local_manager.latest() is not None
     made.fit(data(), epochs=1, batch_size=5, callbacks=saving[1], verbose=0)
 
 

@@ -51,10 +51,11 @@ def read_image(
     Raises `CorruptSampleError`, which names the file and what is wrong with it.
     """
     with _corrupt(path):
-        return _tensor(read_pixels(path, image_size, color), dtype)
+        return tensor_of(read_pixels(path, image_size, color), dtype)
 
 
-def _tensor(pixels: NDArray[np.uint8], dtype: torch.dtype) -> torch.Tensor:
+def tensor_of(pixels: NDArray[np.uint8], dtype: torch.dtype) -> torch.Tensor:
+    """Pixels ``(height, width, channels)`` as a tensor of its own ``(channels, height, width)``."""
     # numpy converts on this thread alone: torch would wake its pool below every reading thread.
     values = pixels.astype(_NUMPY.get(dtype, np.float32))
     return torch.from_numpy(values).to(dtype).permute(2, 0, 1)
@@ -121,7 +122,7 @@ class ImageFolder(BatchSource):
         """Read one image. Raises `CorruptSampleError` for one that cannot be read."""
         path = self.paths[index]
         with _corrupt(path):
-            return _tensor(self.read(path), self.dtype), self._targets[index]
+            return tensor_of(self.read(path), self.dtype), self._targets[index]
 
     def read_batch(self, indices: Sequence[int]) -> Found:
         """As `BatchSource.read_batch`: pixels become floating where they stay, in the batch."""

@@ -185,9 +185,9 @@ def mix(
     """Several data sets in one, in given shares.
 
     A pass has of each as much as its weight says, drawn among the others; weights that fit no whole
-    numbers of examples are rounded. Each data set keeps its own order (``.shuffle`` it before) and goes on
-    where the pass before ended: none of its examples comes twice before each came once. All of it
-    follows from (seed, pass), the same at any number of workers and after a restart.
+    numbers of examples are rounded. Each data set keeps its own order (``.shuffle`` it before) and
+    goes on where the pass before ended: none of its examples comes twice before each came once. All
+    of it follows from (seed, pass), the same at any number of workers and after a restart.
 
     Args:
         parts: Data sets without batches, by name; all have examples of one form.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from spartito.training.schedule import Schedule
 
 Logs = Mapping[str, Any]
+Where = TypeVar("Where", str, Path)
+"""A path, or the text of one or of a URL."""
 
 
 class Training(Protocol):
@@ -78,13 +80,13 @@ class Training(Protocol):
 
     def save(
         self,
-        path: str | Path,
+        path: Where,
         about: Callable[[], Mapping[str, Any]] | None = None,
         *,
         asynchronous: bool = False,
         then: Callable[[], None] | None = None,
         otherwise: Callable[[], None] | None = None,
-    ) -> str | Path:
+    ) -> Where:
         """Write a checkpoint; all replicas call it."""
         ...
 

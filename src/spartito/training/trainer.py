@@ -24,7 +24,7 @@ from spartito.storage.tensors import check_storable
 from spartito.strategies import Strategy, job_strategy
 from spartito.training.arguments import asked_epochs, known_names
 from spartito.training.backups.identity import options_of
-from spartito.training.callback import Callback, check_given
+from spartito.training.callback import Callback, Where, check_given
 from spartito.training.callbacks.backup_and_restore import BackupAndRestore
 from spartito.training.evaluation import Evaluation
 from spartito.training.evaluation_figures import Figures
@@ -370,13 +370,13 @@ class Trainer:
     @with_its_pair("save")
     def save(
         self,
-        path: str | Path,
+        path: Where,
         about: Callable[[], Mapping[str, Any]] | None = None,
         *,
         asynchronous: bool = False,
         then: Callable[[], None] | None = None,
         otherwise: Callable[[], None] | None = None,
-    ) -> str | Path:
+    ) -> Where:
         """Write a checkpoint from which any strategy goes on; every replica calls it.
 
         Args:

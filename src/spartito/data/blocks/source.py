@@ -17,6 +17,7 @@ from spartito.data.blocks.reading import BlockFiles, BlockReader
 from spartito.data.collate import collate
 from spartito.data.decode import Color, pixels_of
 from spartito.data.headers import ImageFault
+from spartito.data.images import tensor_of
 from spartito.data.order import Indices
 from spartito.data.source import BatchSource, Found
 from spartito.errors import CorruptSampleError, UserError
@@ -174,7 +175,7 @@ class PackedSource(BatchSource):
             raise CorruptSampleError(
                 f"{name!r} of {self.locate(index)} is no good image ({fault.kind}): {fault.detail}"
             ) from fault
-        return torch.from_numpy(pixels).permute(2, 0, 1).to(self.dtype)
+        return tensor_of(pixels, self.dtype)
 
     def _shaped(self, values: dict[str, Any]) -> Any:
         if self.columns is None:

@@ -72,7 +72,9 @@ class ModelCheckpoint(Callback):
         CheckpointManager("", keep)
         if directory is not None:
             _check_folder(os.fspath(directory))
-        self.directory = None if directory is None else os.fspath(directory)
+        where = None if directory is None else os.fspath(directory)
+        self.url = where if where and is_remote(where) and not local_path(where) else ""
+        self.directory = None if where is None or self.url else Path(local_path(where))
         self.monitor = Monitor(monitor, mode)
         self.save_best_only = save_best_only
         self.keep = keep
@@ -80,12 +82,6 @@ class ModelCheckpoint(Callback):
         self.asynchronous = asynchronous
         self.best: float | None = None
         self._seen = 0
-
-    @property
-    def url(self) -> str:
-        """The URL of the store that they are in; empty: they are in a folder."""
-        where = self.directory or ""
-        return where if is_remote(where) and not local_path(where) else ""
 
     @property
     def manager(self) -> CheckpointManager | StoredCheckpoints:
@@ -103,7 +99,7 @@ class ModelCheckpoint(Callback):
                 "a folder",
                 "Name a folder that all tasks share.",
             )
-        directory = None if self.directory is None else Path(local_path(self.directory))
+        directory = self.directory
         if directory is None:
             if self.trainer.run_dir is None:
                 raise UserError(
