@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
@@ -24,7 +25,10 @@ from spartito.urls import is_remote, local_path
 
 T = TypeVar("T")
 
-PAUSES = (0.1, 0.5, 2.0, 8.0)
+THREADS = 16
+"""Files that are looked at together."""
+
+PAUSES = (0.02, 0.2, 1.0, 4.0, 8.0)
 """Seconds before a range that could not be read is asked for again."""
 
 _PATTERN = re.compile(r"[*?\[{]")
@@ -230,7 +234,8 @@ def match_files(url: str, suffixes: tuple[str, ...] = ()) -> tuple[Files, list[F
     folder, name = _parted(url)
     files = open_files(folder)
     if "{" in name:
-        return files, [files.look(each) for each in braced(name)]
+        with ThreadPoolExecutor(THREADS) as pool:
+            return files, list(pool.map(files.look, braced(name)))
     if name and not _PATTERN.search(name):
         return files, [files.look(name)]
     found = files.find()
@@ -353,6 +358,11 @@ class RangeReader(io.RawIOBase):
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
         self._at = max(0, start + offset)
         return self._at
+
+    def readall(self) -> bytes:
+        """All that follows, by one request: Python's own reads it in small parts."""
+        start, self._at = self._at, max(self._at, self._file.size)
+        return read_range(self._files, self._file, start, self._at) if start < self._at else b""
 
     def readinto(self, buffer: Any) -> int:
         """As of any file."""

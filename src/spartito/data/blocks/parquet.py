@@ -127,12 +127,12 @@ class _Parts(io.RawIOBase):
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: end}[whence]
         return self._at
 
-    def read(self, size: int = -1) -> bytes:
+    def read(self, size: int = -1) -> Any:  # arrow takes a view, so that nothing is copied
         position = bisect_right(self._starts, self._at) - 1
         (start, stop), data = self._parts[position]
         if not start <= self._at <= self._at + size <= stop:
             raise EOFError(f"bytes {self._at} to {self._at + size} were not fetched")
-        found = data[self._at - start : self._at - start + size]
+        found = memoryview(data)[self._at - start : self._at - start + size]
         self._at += size
         return found
 

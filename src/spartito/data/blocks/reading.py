@@ -20,8 +20,10 @@ T = TypeVar("T")
 
 THREADS = 16
 """Blocks that are fetched together."""
-AHEAD = 4
-"""Blocks that are in memory before somebody wants them."""
+AHEAD = 4, 32
+"""Blocks that are in memory before somebody wants them: the fewest, and the most."""
+BYTES = 32 << 20
+"""Of all these together, within that: so that one which has to be asked for again is no stop."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,10 +82,12 @@ class BlockReader(Generic[T]):
 
     Args:
         load: Reads the block of a number, in any thread.
+        size: Bytes of a block, about.
     """
 
-    def __init__(self, load: Callable[[int], T]) -> None:
+    def __init__(self, load: Callable[[int], T], size: int = BYTES) -> None:
         self._load = load
+        self._ahead = min(AHEAD[1], max(AHEAD[0], BYTES // max(1, size)))
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="spartito block")
         self._kept: OrderedDict[int, Future[T]] = OrderedDict()
         self._lock = threading.Lock()
@@ -114,7 +118,7 @@ class BlockReader(Generic[T]):
             last = max((self._positions.get(block, -1) for block in futures), default=-1)
             if last >= 0:
                 self._front = max(self._front, last)
-                for block in self._order[self._front + 1 : self._front + 1 + AHEAD]:
+                for block in self._order[self._front + 1 : self._front + 1 + self._ahead]:
                     self._ask(block)
             self._forget()
         try:
@@ -139,7 +143,7 @@ class BlockReader(Generic[T]):
     def _forget(self) -> None:
         """Let go of those that were not wanted for the longest time; the lock is held."""
         for block in list(self._kept):
-            if len(self._kept) <= self._live + AHEAD + 1:
+            if len(self._kept) <= self._live + self._ahead + 1:
                 return
             if self._kept[block].done():
                 del self._kept[block]

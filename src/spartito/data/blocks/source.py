@@ -71,7 +71,9 @@ class PackedSource(BatchSource):
         """What reads the blocks."""
         if "reader" not in self._own:
             read = BlockFiles(self.files, self.format, self.blocks, self.cache)
-            self._own.setdefault("reader", BlockReader(read.load))
+            self._own.setdefault(
+                "reader", BlockReader(read.load, self.blocks.bytes // max(1, len(self.blocks)))
+            )
         found: BlockReader[Columns] = self._own["reader"]
         return found
 
