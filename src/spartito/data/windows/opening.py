@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from spartito.data.blocks.formats import Format, make_format
 from spartito.data.blocks.index import find_blocks
-from spartito.data.blocks.opening import find_files
+from spartito.data.blocks.locating import locate
 from spartito.data.blocks.reading import BlockFiles
 from spartito.data.blocks.texts import Texts
 from spartito.data.dataset import Dataset
@@ -120,9 +120,9 @@ def _documents(
             f"tokens() of a {type(data).__name__}",
             "Give a path, a URL, or a Dataset of Hugging Face without separator and format.",
         )
-    files, name, found = find_files(os.fspath(data), format)
-    reads = _format(name, column, separator)
-    blocks = find_blocks(files, found, reads, cache)
+    located = locate(os.fspath(data), format)
+    files, reads = located.files, _format(located.format, column, separator)
+    blocks = find_blocks(files, located.found, reads, cache)
     return PackedDocuments(BlockFiles(files, reads, blocks, None if files.local else cache))
 
 
