@@ -234,6 +234,8 @@ def test_a_packed_set_becomes_another(
         assert sorted(seen) == list(range(sum(SIZES)))
         assert seen != sorted(seen)
         assert len(facts(out)["shards"]) > 1
+        windows = sp.data.tokens(out, 7, columns[0])
+        assert sorted(int(x[0]) for x, _ in windows)[:3] == [0, 1, 2]
 
 
 def test_values_that_are_absent_stay_so_and_damaged_ones_are_left_out(tmp_path: Path) -> None:
