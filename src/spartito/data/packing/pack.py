@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -188,10 +189,9 @@ class _Packing:
     def run(self) -> Manifest:
         """All shards, as a manifest that is whole and not written yet."""
         shards = {shard.name: shard for shard in self.manifest.shards}
-        left_out = {
-            name: [each for each in self.manifest.left_out if each.shard == name]
-            for name in {each.shard for each in self.manifest.left_out}
-        }
+        left_out = defaultdict[str, list[LeftOut]](list)
+        for each in self.manifest.left_out:
+            left_out[each.shard].append(each)
         missing = [n for n in range(len(self.plan)) if self.plan.name(n) not in shards]
         self._examples = len(self.plan.order) - sum(len(self.plan.indices(n)) for n in missing)
         recorded = time.monotonic()

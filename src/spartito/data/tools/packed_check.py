@@ -135,18 +135,7 @@ def check_packed(
     pictures = _image_columns(where) if images else None
     if names and len(blocks):
         _check_columns(read, names, where)
-    check = partial(_check_block, where.files, read, blocks, pictures, where.format == "webdataset")
-    works = (partial(check, block) for block in range(len(blocks)))
-    file, seen = "", set[str]()
-    for block, (block_faults, members) in enumerate(_in_threads(works)):
-        faults += block_faults
-        if (name := blocks.find(block)[0].name) != file:
-            file, seen = name, set()
-        faults += (
-            Fault(file, None, "duplicate_key", f"{each!r} is there twice")
-            for each in _repeated(members, seen)
-        )
-        progress(block + 1, len(blocks))
+    faults += _check_blocks(where, read, pictures, progress)
     order = {file.name: number for number, file in enumerate(where.found)}
     faults.sort(key=lambda fault: (order[fault.file], fault.example is not None, fault.example))
     examples = int(blocks.edges[-1])
@@ -225,22 +214,34 @@ def _look_at(
     return there, index, faults
 
 
+def _check_blocks(
+    where: Located, read: BlockFiles, pictures: frozenset[str] | None, progress: Told
+) -> Iterator[Fault]:
+    """What is wrong with the blocks of all files."""
+    blocks, is_tar = read.blocks, where.format == "webdataset"
+    check = partial(_check_block, read, pictures, is_tar)
+    works = (partial(check, block) for block in range(len(blocks)))
+    file, seen = "", set[str]()
+    for block, (faults, members) in enumerate(_in_threads(works)):
+        yield from faults
+        if (name := blocks.find(block)[0].name) != file:
+            file, seen = name, set()
+        for each in _repeated(members, seen):
+            yield Fault(file, None, "duplicate_key", f"{each!r} is there twice")
+        progress(block + 1, len(blocks))
+
+
 def _check_block(
-    files: Files,
-    read: BlockFiles,
-    blocks: Blocks,
-    pictures: frozenset[str] | None,
-    is_tar: bool,
-    block: int,
+    read: BlockFiles, pictures: frozenset[str] | None, is_tar: bool, block: int
 ) -> tuple[list[Fault], list[str]]:
     """What is wrong with a block and with the examples in it, and in a tar its files' names."""
-    file, _, number = blocks.find(block)
-    first = int(blocks.edges[block] - blocks.edges[block - number])
+    file, _, number = read.blocks.find(block)
+    first = int(read.blocks.edges[block] - read.blocks.edges[block - number])
     try:
         parts = read.parts(block)
         columns = read.decoded(block, parts)
     except UserError as error:
-        return [Fault(file.name, None, "unreadable", _why(files, error))], []
+        return [Fault(file.name, None, "unreadable", _why(read.files, error))], []
     faults = [
         Fault(file.name, first + row, kind, detail)
         for name, values in columns.items()
