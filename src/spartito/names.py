@@ -92,3 +92,12 @@ def divisors(number: int) -> str:
         Them, with commas between.
     """
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def size(count: float) -> str:
+    """Bytes as a person reads them: ``312 MB``, ``1.4 GB``, ``2.1 kB``."""
+    for name, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            value = count / size
+            return f"{value:.0f} {name}" if value >= 100 else f"{value:.1f} {name}"
+    return f"{count:.0f} B"

@@ -133,7 +133,7 @@ def test_a_folder_of_images_is_the_same_here_and_elsewhere(
 ) -> None:
     from PIL import Image
 
-    from spartito.data import images
+    from spartito.data import labelled
     from spartito.storage.files import LocalFiles
 
     generator = np.random.default_rng(0)
@@ -147,7 +147,7 @@ def test_a_folder_of_images_is_the_same_here_and_elsewhere(
     class Elsewhere(LocalFiles):
         local = False
 
-    monkeypatch.setattr(images, "open_files", lambda url: Elsewhere(str(tmp_path / "photos")))
+    monkeypatch.setattr(labelled, "open_files", lambda url: Elsewhere(str(tmp_path / "photos")))
     here = sp.data.image_folder(tmp_path / "photos", (4, 4), None, None).shuffle(3).batch(2)
     there = sp.data.image_folder("s3://bucket/photos", (4, 4), None, None).shuffle(3).batch(2)
     assert there.classes == here.classes == ("a", "b")

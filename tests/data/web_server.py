@@ -108,7 +108,10 @@ def serving(folder: Path, fault: Fault = lambda number: None) -> Iterator[WebSer
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128  # of 5, others wait a second for their connection
+
+    server = Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     about.port = server.server_address[1]
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))

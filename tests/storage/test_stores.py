@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -20,8 +21,13 @@ from PIL import Image
 
 import spartito as sp
 from spartito.cli.app import main
+from spartito.data.blocks.manifest import NAME
 from spartito.data.dataset import Dataset
 from spartito.data.loader import Loader
+from spartito.data.packing.command import main_pack
+from spartito.data.packing.destination import StoreDestination
+from spartito.data.tools.bench import main_bench
+from spartito.data.tools.packed_check import main_packed_check
 from spartito.errors import UserError
 from spartito.storage.object_client import aws_options
 from spartito.storage.remote import whole_ones
@@ -39,6 +45,10 @@ SERVERS: dict[str, Callable[[Path], AbstractContextManager[StoreServer]]] = {
     "google": google,
     "azure": azure,
 }
+
+
+NIGHTLY = ("seaweedfs", "azure")
+"""For what the others show too."""
 
 
 @pytest.fixture(
@@ -103,6 +113,49 @@ def test_what_is_there_is_what_was_written(store: StoreServer, tmp_path: Path) -
     )
     for one, other in pairs:
         assert all((a == b).all() for a, b in zip(one.data, other.data, strict=True))
+
+
+@pytest.mark.parametrize(
+    "server", ["moto", *(pytest.param(name, marks=pytest.mark.night) for name in NIGHTLY)]
+)
+def test_what_is_packed_in_a_store_is_what_is_packed_here(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Photos of a store into shards there; it ends in the middle, and goes on."""
+    here = data(tmp_path / "here")
+    with SERVERS[server](tmp_path) as made:
+        made.fill(here, "data")
+        for name, value in made.env.items():
+            monkeypatch.setenv(name, value)
+        photos, out = f"{made.url}/data/photos", f"{made.url}/packed"
+        assert main_pack(str(here / "photos"), str(tmp_path / "out"), shard_size="3kB") == 0
+        expected = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+        assert len(expected) > 3
+        new, count = StoreDestination.new, 0
+
+        def ends(self: StoreDestination, name: str) -> AbstractContextManager[BinaryIO]:
+            nonlocal count
+            count += 1
+            if count == 3:  # after the manifest and a shard
+                raise UserError("the end")
+            return new(self, name)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(StoreDestination, "new", ends)
+            assert main_pack(photos, out, shard_size="3kB") == 2
+        with pytest.raises(UserError, match="is still being packed"):
+            sp.data.packed(out)
+        assert main_pack(photos, out, shard_size="3kB") == 0
+        store = open_store(out)
+        assert set(store.sizes()) == set(expected)
+        for name in set(expected) - {NAME}:  # which knows the versions of its own files
+            assert store.read(name) == expected[name]
+        assert main_packed_check(out) == 0
+        assert main_bench(out, 0.2, image_size=8) == 0
+        found, other = (sp.data.packed(each, image_size=(8, 8)) for each in (out, tmp_path / "out"))
+        for one, another in zip(Loader(found.batch(8)), Loader(other.batch(8)), strict=True):
+            assert all((a == b).all() for a, b in zip(one.data, another.data, strict=True))
+        assert main_pack(str(here / "photos"), f"{made.url}/data") == 2  # holds other files
 
 
 def test_what_is_not_there_is_named(store: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:

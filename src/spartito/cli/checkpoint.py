@@ -11,7 +11,7 @@ import typer
 
 from spartito.cli.options import Json
 from spartito.errors import UserError
-from spartito.report.figures import size
+from spartito.names import size
 
 if TYPE_CHECKING:
     from spartito.checkpoint.foreign_files import Opened

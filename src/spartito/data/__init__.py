@@ -7,8 +7,10 @@ from spartito._lazy import attach as _attach
 if TYPE_CHECKING:
     from spartito.data.batch import Batch
     from spartito.data.blocks.opening import packed
+    from spartito.data.cifar import cifar10
     from spartito.data.dataset import Dataset, arrays, as_dataset, per_worker
     from spartito.data.folders import digits, idx, image_folder
+    from spartito.data.known import get
     from spartito.data.mixture import mix
     from spartito.data.source import InputContext
     from spartito.data.text import characters
@@ -28,7 +30,9 @@ __getattr__ = _attach(
         "arrays": "spartito.data.dataset",
         "as_dataset": "spartito.data.dataset",
         "characters": "spartito.data.text",
+        "cifar10": "spartito.data.cifar",
         "digits": "spartito.data.folders",
+        "get": "spartito.data.known",
         "idx": "spartito.data.folders",
         "image_folder": "spartito.data.folders",
         "mix": "spartito.data.mixture",
@@ -49,7 +53,9 @@ __all__ = [
     "arrays",
     "as_dataset",
     "characters",
+    "cifar10",
     "digits",
+    "get",
     "idx",
     "image_folder",
     "mix",

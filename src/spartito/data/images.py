@@ -6,10 +6,9 @@ As Keras' ``image_dataset_from_directory``; the files are read when a sample is 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,14 +20,11 @@ from spartito.cluster.resolver import replicas_here
 from spartito.data.cache import Decoding, Reader, make_cache
 from spartito.data.decode import MODES, Color, read_pixels
 from spartito.data.headers import EXTENSIONS, ImageFault
-from spartito.data.image_files import ImageFiles, LocalImages, RemoteImages
+from spartito.data.labelled import find_labelled
 from spartito.data.source import BatchSource, Found
-from spartito.data.walk import image_files, is_image, subfolders
 from spartito.errors import CorruptSampleError, UserError
 from spartito.names import nearest
-from spartito.storage.files import open_files
-from spartito.storage.span_cache import default_cache
-from spartito.urls import is_remote, local_path
+from spartito.urls import is_remote
 
 Subset = Literal["training", "validation"]
 SUBSETS: tuple[Subset, ...] = ("training", "validation")
@@ -59,6 +55,11 @@ def tensor_of(pixels: NDArray[np.uint8], dtype: torch.dtype) -> torch.Tensor:
     # numpy converts on this thread alone: torch would wake its pool below every reading thread.
     values = pixels.astype(_NUMPY.get(dtype, np.float32))
     return torch.from_numpy(values).to(dtype).permute(2, 0, 1)
+
+
+def empty_pixels(shape: tuple[int, ...], dtype: torch.dtype) -> NDArray[Any]:
+    """An array for pixels that are to be tensors of ``dtype``."""
+    return np.empty(shape, _NUMPY.get(dtype, np.float32))
 
 
 @contextmanager
@@ -139,8 +140,7 @@ class ImageFolder(BatchSource):
                 corrupt.append((index, str(error)))
                 continue
             if batch is None:
-                shape = len(indices), *pixels.shape
-                batch = np.empty(shape, _NUMPY.get(self.dtype, np.float32))
+                batch = empty_pixels((len(indices), *pixels.shape), self.dtype)
             batch[len(kept)] = pixels
             kept.append(position)
         if batch is None:
@@ -148,23 +148,6 @@ class ImageFolder(BatchSource):
         x = torch.from_numpy(batch[: len(kept)]).to(self.dtype).permute(0, 3, 1, 2)
         y = self._targets[[indices[position] for position in kept]]
         return Found((x, y), kept, corrupt)
-
-
-@dataclass(frozen=True, slots=True)
-class Labelled:
-    """The images of a folder, one folder per class.
-
-    Attributes:
-        classes: Their names, sorted.
-        paths: Of the images, those of the first class first.
-        labels: The index of the class of each.
-        files: Where they lie.
-    """
-
-    classes: tuple[str, ...]
-    paths: tuple[str, ...]
-    labels: tuple[int, ...]
-    files: ImageFiles
 
 
 def image_folder_source(
@@ -190,9 +173,7 @@ def image_folder_source(
     value out of range, a cache larger than the free memory or disk.
     """
     _check_options(image_size, validation_split, subset, seed, color, dtype)
-    where = os.fspath(directory)
-    look = _in_store if is_remote(where) and not local_path(where) else _in_folder
-    found = look(local_path(where) or where, extensions)
+    found = find_labelled(os.fspath(directory), extensions)
     order = split_order(len(found.paths), validation_split, subset, seed)
     if not len(order):
         raise UserError(
@@ -208,65 +189,6 @@ def image_folder_source(
         make_cache(cache, decoding, len(order), replicas_here()),
         dtype,
     )
-
-
-def _in_folder(directory: str, extensions: Sequence[str]) -> Labelled:
-    """The images of a folder of this machine."""
-    classes = subfolders(directory)
-    _check_classes(directory, classes)
-    by_class = {
-        name: image_files(os.path.join(directory, name), extensions).images for name in classes
-    }
-    return _labelled(directory, by_class, extensions, LocalImages())
-
-
-def _in_store(url: str, extensions: Sequence[str]) -> Labelled:
-    """The images of a folder in a store, in the order that they have in one of this machine."""
-    files = open_files(url)
-    found = sorted(files.find(), key=lambda file: file.name.split("/"))
-    by_class: dict[str, tuple[str, ...]] = {}
-    for name, group in groupby(found, key=lambda file: file.name.partition("/")[0]):
-        inside = [file.name for file in group if "/" in file.name]
-        if inside:
-            by_class[name] = tuple(
-                f"{files.url}/{each}"
-                for each in inside
-                if is_image(each.rpartition("/")[2], extensions)
-            )
-    _check_classes(files.url, tuple(by_class))
-    remote = RemoteImages(files, found, default_cache())
-    return _labelled(files.url, by_class, extensions, remote)
-
-
-def _labelled(
-    where: str,
-    by_class: Mapping[str, tuple[str, ...]],
-    extensions: Sequence[str],
-    files: ImageFiles,
-) -> Labelled:
-    for name, paths in by_class.items():
-        if not paths:
-            raise UserError(
-                f"class folder {name!r} of {where!r} has no image ({', '.join(extensions)})",
-                "Remove the folder, or put images into it.",
-            )
-    counted = enumerate(by_class.values())
-    return Labelled(
-        tuple(by_class),
-        tuple(chain.from_iterable(by_class.values())),
-        tuple(label for label, paths in counted for _ in paths),
-        files,
-    )
-
-
-def _check_classes(where: str, classes: tuple[str, ...]) -> None:
-    layout = "Make one folder per class: DIR/cat/1.jpg, DIR/dog/1.jpg."
-    if not classes:
-        raise UserError(f"{where!r} has no folders of classes", layout)
-    if len(classes) == 1:
-        raise UserError(
-            f"{where!r} has only one class, {classes[0]!r}; at least 2 are needed", layout
-        )
 
 
 def _check_options(

@@ -338,7 +338,8 @@ class IndexedFeed:
         if len(self._skipped) > self._limit:
             raise UserError(
                 f"{len(self._skipped)} examples cannot be read, the last: {message}",
-                f"Up to {self._limit} are skipped. `spartito data check DIR` finds them all.",
+                f"Up to {self._limit} are skipped. `spartito data check` finds them all, "
+                "in folders of images and in packed files.",
             )
         warn("skipped (%d so far): %s", len(self._skipped), message)
 

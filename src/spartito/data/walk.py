@@ -30,6 +30,11 @@ def image_files(directory: Path | str, extensions: Sequence[str] = EXTENSIONS) -
     return Files(images, len(names) - len(images))
 
 
+def has_images(path: Path | str) -> bool:
+    """Whether ``path`` is a folder with an image file below it."""
+    return os.path.isdir(path) and bool(image_files(path).images)
+
+
 def subfolders(directory: Path | str) -> tuple[str, ...]:
     """The names of the folders directly in ``directory``, sorted, hidden ones left out."""
     return tuple(

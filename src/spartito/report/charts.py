@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
-from spartito.report.figures import size
+from spartito.names import size
 
 WIDTH, HEIGHT = 5.6, 2.9
 """Inches at 72 dots; the page scales the drawing to its column."""

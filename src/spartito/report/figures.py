@@ -83,15 +83,6 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def size(count: float) -> str:
-    """Bytes as a person reads them: ``312 MB``, ``1.4 GB``, ``2.1 kB``."""
-    for name, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            value = count / size
-            return f"{value:.0f} {name}" if value >= 100 else f"{value:.1f} {name}"
-    return f"{count:.0f} B"
-
-
 def percent(fraction: float) -> str:
     """A fraction as ``12.3%``."""
     return f"{fraction:.1%}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spartito.names import size
 from spartito.report.bars import Bar, Bars
-from spartito.report.figures import percent, size
+from spartito.report.figures import percent
 
 MOST = 40
 """Modules that have a bar of their own; the rest have one together."""

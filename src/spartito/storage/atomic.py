@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 from spartito.errors import UnwritableError, UserError
 from spartito.failpoints import failpoint
@@ -82,24 +82,35 @@ def write_directory(
             raise
 
 
-def write_file_atomically(path: str | os.PathLike[str], content: bytes | str) -> None:
-    """Write one file so that a reader sees the old or the new content, never a part of it.
+@contextmanager
+def new_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Give a file to fill; it takes the name ``path`` when the block ends well.
 
-    Raises `UserError` when the folder cannot be written.
+    Until then it lies beside it under a hidden name; after an error nothing is left. Raises
+    `UserError` when the folder cannot be written, which is what an `OSError` of the block means
+    too.
     """
     path = Path(path)
-    data = content.encode() if isinstance(content, str) else content
     with writable(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         new = beside(path, NEW)
         try:
             with new.open("xb") as file, _held(new):
-                file.write(data)
+                yield file
                 file.flush()
                 replace_durably(new, path)  # held until it has its name: no sweep takes it
         except BaseException:
             new.unlink(missing_ok=True)
             raise
+
+
+def write_file_atomically(path: str | os.PathLike[str], content: bytes | str) -> None:
+    """Write one file so that a reader sees the old or the new content, never a part of it.
+
+    Raises `UserError` when the folder cannot be written.
+    """
+    with new_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def replace_durably(new: Path, path: Path) -> None:

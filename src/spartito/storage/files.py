@@ -265,6 +265,11 @@ def unnumbered(name: str) -> str:
     return _NUMBER.sub("", name.lower())
 
 
+def names_folder(url: str) -> bool:
+    """Whether a path or URL names a folder, by how it is written: no file, and no pattern."""
+    return not _parted(url)[1]
+
+
 def braced(name: str) -> list[str]:
     """The names that one with braces stands for, as a shell writes them.
 

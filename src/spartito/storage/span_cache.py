@@ -199,6 +199,12 @@ class SpanCache:
         return found
 
 
+def cache_folder() -> str:
+    """The folder of caches: ``SPARTITO_CACHE``, else one in the user's folder of caches."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.environ.get(ENV_CACHE) or os.path.join(home, "spartito")
+
+
 def default_cache() -> SpanCache:
     """The cache that the environment names.
 
@@ -208,8 +214,7 @@ def default_cache() -> SpanCache:
     Raises:
         UserError: ``SPARTITO_CACHE_LIMIT`` is no number of bytes, or the folder cannot be made.
     """
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = os.environ.get(ENV_CACHE) or os.path.join(home, "spartito")
+    folder = cache_folder()
     limit = os.environ.get(ENV_CACHE_LIMIT)
     return SpanCache(folder, None if not limit else bytes_of(limit, ENV_CACHE_LIMIT))
 

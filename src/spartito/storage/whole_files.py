@@ -30,8 +30,14 @@ def read_cached(files: Files, file: File, start: int, stop: int, cache: SpanCach
     """
     if cache is None:
         return read_range(files, file, start, stop)
+    entry = entry_of(files, file, start, stop)
+    return cache.get(entry, lambda: read_range(files, file, start, stop))
+
+
+def entry_of(files: Files, file: File, start: int, stop: int) -> Entry:
+    """What the cache has of a part of a file, as `read_cached` keeps it."""
     words = ("span", files.url, file.name, str(file.size), file.version, str(start), str(stop))
-    return cache.get(Entry(words), lambda: read_range(files, file, start, stop))
+    return Entry(words)
 
 
 def read_whole(url: str | os.PathLike[str]) -> bytes:

@@ -28,6 +28,7 @@ from spartito.comparison.report.results import (
     is_disturbed,
     is_same_engine,
 )
+from spartito.names import size
 from spartito.registry import is_asynchronous
 from spartito.report.figures import (
     duration,
@@ -36,7 +37,6 @@ from spartito.report.figures import (
     label,
     plural,
     points,
-    size,
 )
 
 UNSTEADY = 0.5

@@ -9,6 +9,7 @@ from textwrap import fill
 from spartito.comparison.report.drawings import strategy_colours
 from spartito.comparison.report.outcome import DONE, FAILED, VERBS
 from spartito.comparison.report.results import Comparison, Figures
+from spartito.names import size
 from spartito.report.bars import Bar, Bars, staleness_bars
 from spartito.report.charts import page_colour
 from spartito.report.figures import (
@@ -20,7 +21,6 @@ from spartito.report.figures import (
     or_nothing,
     percent,
     points,
-    size,
 )
 
 WAITING_IS = (

@@ -1,7 +1,7 @@
 """Examples packed into few large files: Parquet, tars of WebDataset, MDS shards, JSON lines.
 
-    match_files ──> index ──> Blocks ──> PackedSource ──> batches
-    (storage)       formats   order      reading, columns
+    locate ──> index ──> Blocks ──> PackedSource ──> batches
+    manifest   formats   order      reading, columns
 
 A **block** is a run of examples that are fetched and decoded together: a row group, some samples
 of a tar. An **index** says which blocks a file has; it is made once for each file and kept in the

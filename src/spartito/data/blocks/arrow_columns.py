@@ -50,12 +50,17 @@ class ArrowColumn(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._column)
 
+    @property
+    def nbytes(self) -> int:
+        """The memory that its values take."""
+        return int(self._column.nbytes)
+
     def __getitem__(self, row: Any) -> Any:
         scalar = self._column[row]
         if not scalar.is_valid:
             return Missing("is null")
         if self._numbers and scalar.values.null_count:
-            return Missing("has a null among its numbers")
+            return Missing("has a null among its numbers", True)
         if self._numbers:
             return scalar.values.to_numpy(zero_copy_only=False)
         value = scalar.as_py()

@@ -64,9 +64,11 @@ class Missing(msgspec.Struct, frozen=True):
 
     Attributes:
         why: In a few words.
+        is_damaged: Whether something is there that cannot be read, rather than nothing.
     """
 
     why: str
+    is_damaged: bool = False
 
 
 class Format(Protocol):

@@ -92,7 +92,7 @@ def find_blocks(
     indexes: dict[int, FileIndex] = {}
     with Progress("indexed") as progress, ThreadPoolExecutor(THREADS) as pool:
         work = {
-            pool.submit(_index, files, file, format, cache): number
+            pool.submit(index_of, files, file, format, cache): number
             for number, file in enumerate(found)
         }
         try:
@@ -110,7 +110,13 @@ def find_blocks(
     return made
 
 
-def _index(files: Files, file: File, format: Format, cache: SpanCache | None) -> FileIndex:
+def index_of(files: Files, file: File, format: Format, cache: SpanCache | None) -> FileIndex:
+    """The blocks of one file, as `find_blocks` finds them.
+
+    Raises:
+        UserError: It is no such file, or is cut off.
+    """
+
     def make() -> bytes:
         try:
             return _write.encode(format.index(RangeReader(files, file), file))

@@ -68,8 +68,8 @@ def _object(line: bytes) -> dict[str, Any] | Missing:
     try:
         found = json.loads(line)
     except ValueError as error:
-        return Missing(f"is in a line that is no JSON: {error}")
-    return found if isinstance(found, dict) else Missing("is in a line that is no object")
+        return Missing(f"is in a line that is no JSON: {error}", True)
+    return found if isinstance(found, dict) else Missing("is in a line that is no object", True)
 
 
 def _value(row: dict[str, Any] | Missing, name: str) -> Any:

@@ -10,20 +10,16 @@ import numpy as np
 import torch
 
 from spartito.data.blocks.choosing import ChosenSource, Columnar, Rule, hashes_of, kept_by
-from spartito.data.blocks.formats import SUFFIXES, make_format
+from spartito.data.blocks.formats import make_format
 from spartito.data.blocks.index import find_blocks
-from spartito.data.blocks.lance_tables import NAME as TABLE
-from spartito.data.blocks.lance_tables import is_table, open_table
+from spartito.data.blocks.locating import locate
 from spartito.data.blocks.source import PackedSource
 from spartito.data.dataset import Dataset
 from spartito.data.decode import Color
 from spartito.data.images import Subset, check_split
 from spartito.data.prefetch import reading_threads
 from spartito.errors import UserError
-from spartito.storage.files import File, Files, is_pattern, match_files, unnumbered
 from spartito.storage.span_cache import SpanCache, default_cache
-
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zstd", ".lz4", ".br", ".zip")
 
 
 def packed(
@@ -49,7 +45,8 @@ def packed(
     Args:
         url: A file, a folder, or a pattern of files, here or in a store:
             ``s3://bucket/train``, ``https://host/train-{000..127}.tar``, ``data/*.parquet``.
-        columns: Those that an example has; None: all.
+        columns: Those that an example has; None: all, or what ``spartito data pack`` noted beside
+            the files: ``("image", "label")`` of a folder of images, whose classes are known too.
         format: "parquet", "webdataset", "mds", "jsonl", "text", "array_record", "lance", or
             that of another package; None: as the files' names end.
         image_size: Height and width of images, which are decoded then; None: their bytes stay.
@@ -72,25 +69,27 @@ def packed(
         UserError: Nothing is there, it may not be read, a file is cut off, there is no such format
             or column, or a package is not installed.
     """
-    files, name, found = find_files(os.fspath(url), format)
-    chosen = (columns,) if isinstance(columns, str) else tuple(columns or ()) or None
-    reads = make_format(name, chosen)
+    located = locate(os.fspath(url), format)
+    chosen = located.named((columns,) if isinstance(columns, str) else tuple(columns or ()))
+    reads = located.reads(chosen)
     kept = default_cache() if cache is None else SpanCache(cache)
-    blocks = find_blocks(files, found, reads, kept)
+    blocks = find_blocks(located.files, located.found, reads, kept)
     source = PackedSource(
-        files,
+        located.files,
         reads,
         blocks,
-        None if files.local else kept,
+        None if located.files.local else kept,
         chosen,
         image_size,
         color,
         dtype,
     )
     source.check_columns()
-    chosen_ones = _chosen(source, kept, where or {}, validation_split, subset, key, seed)
+    rules = {located.raw(name): rule for name, rule in (where or {}).items()}
+    divided = None if key is None else located.raw(key)
+    examples = _chosen(source, kept, rules, validation_split, subset, divided, seed)
     threads = reading_threads()
-    return Dataset(chosen_ones).prefetch(threads + 2, threads)
+    return Dataset(examples, classes=located.classes).prefetch(threads + 2, threads)
 
 
 def _chosen(
@@ -128,52 +127,3 @@ def _chosen(
             "Look at where=..., validation_split and subset.",
         )
     return ChosenSource(source, np.flatnonzero(chosen))
-
-
-def find_files(url: str, format: str | None) -> tuple[Files, str, list[File]]:
-    """The files of one format that a path, a URL or a pattern names.
-
-    Args:
-        url: As for `packed`.
-        format: As for `packed`.
-
-    Returns:
-        Where they lie, the name of their format, and the files by name.
-
-    Raises:
-        UserError: There is none, or the format is not clear.
-    """
-    if format == TABLE or (format is None and is_table(url)):
-        return open_table(url)
-    files, found = match_files(url, tuple(SUFFIXES) if format is None else ())
-    if format is None:
-        if not is_pattern(url):
-            found = _without_notes(found)
-        return files, _format_of([file.name for file in found]), found
-    suffixes = make_format(format, None).suffixes
-    return files, format, [f for f in found if unnumbered(f.name).endswith(suffixes)] or found
-
-
-def _without_notes(found: list[File]) -> list[File]:
-    """The files without texts, unless these are all: a README lies beside many data sets."""
-    return [file for file in found if _kind(file.name) != "text"] or found
-
-
-def _kind(name: str) -> str:
-    return SUFFIXES.get(os.path.splitext(unnumbered(name))[1], "")
-
-
-def _format_of(names: Sequence[str]) -> str:
-    for name in names:
-        if name.lower().endswith(COMPRESSED):
-            raise UserError(
-                f"{name!r} is compressed as a whole, so no part of it can be read",
-                "Unpack it, or write Parquet, which is compressed in parts.",
-            )
-    kinds = set(map(_kind, names))
-    if len(kinds) != 1 or not (kind := kinds.pop()):
-        raise UserError(
-            f"files of several formats, as {names[0]!r} and {names[-1]!r}",
-            'Say which: format="parquet", or name them by a pattern.',
-        )
-    return kind

@@ -73,7 +73,7 @@ class Parquet:
         wanted = sorted(
             _span(group.column(number))
             for number in range(group.num_columns)
-            if chosen is None or group.column(number).path_in_schema.split(".")[0] in chosen
+            if chosen is None or _is_of(group.column(number).path_in_schema, chosen)
         )
         return list(_joined(wanted))
 
@@ -135,6 +135,11 @@ class _Parts(io.RawIOBase):
         found = memoryview(data)[self._at - start : self._at - start + size]
         self._at += size
         return found
+
+
+def _is_of(path: str, chosen: Sequence[str]) -> bool:
+    """Whether a path is of a chosen column, or of a part of it; names may have dots."""
+    return any(path == name or path.startswith(f"{name}.") for name in chosen)
 
 
 def _span(column: Any) -> Span:

@@ -14,7 +14,7 @@ from spartito.data.blocks.index import Blocks
 from spartito.errors import UserError
 from spartito.storage.files import Files
 from spartito.storage.span_cache import SpanCache
-from spartito.storage.whole_files import read_cached
+from spartito.storage.whole_files import entry_of, read_cached
 
 T = TypeVar("T")
 
@@ -48,10 +48,32 @@ class BlockFiles:
         Raises:
             UserError: It cannot be read, or is not what its index says.
         """
+        return self.decoded(block, self.parts(block))
+
+    def parts(self, block: int) -> list[tuple[Span, bytes]]:
+        """The parts of a file that a block is decoded from.
+
+        Raises:
+            UserError: They cannot be read.
+        """
         file, index, number = self.blocks.find(block)
-        parts = []
-        for span in self.format.spans(index, number):
-            parts.append((span, self._bytes(block, span)))
+        spans = self.format.spans(index, number)
+        return [(span, read_cached(self.files, file, *span, self.cache)) for span in spans]
+
+    def is_cached(self, block: int) -> bool:
+        """Whether all parts of a block are in the cache."""
+        file, index, number = self.blocks.find(block)
+        spans = self.format.spans(index, number)
+        entries = (entry_of(self.files, file, *span) for span in spans)
+        return self.cache is not None and all(map(self.cache.has, entries))
+
+    def decoded(self, block: int, parts: Sequence[tuple[Span, bytes]]) -> Columns:
+        """The examples of a block, of its parts.
+
+        Raises:
+            UserError: They are not what the index says.
+        """
+        file, index, number = self.blocks.find(block)
         try:
             columns = self.format.columns(index, number, parts)
         except UserError as error:
@@ -71,10 +93,6 @@ class BlockFiles:
                     "It may have been replaced while it is read.",
                 )
         return columns
-
-    def _bytes(self, block: int, span: Span) -> bytes:
-        file, _, _ = self.blocks.find(block)
-        return read_cached(self.files, file, *span, self.cache)
 
 
 class BlockReader(Generic[T]):

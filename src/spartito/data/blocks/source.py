@@ -15,9 +15,9 @@ from spartito.data.blocks.formats import Columns, Format, Missing
 from spartito.data.blocks.index import Blocks
 from spartito.data.blocks.reading import BlockFiles, BlockReader
 from spartito.data.collate import collate
-from spartito.data.decode import Color, pixels_of
+from spartito.data.decode import MODES, Color, pixels_of
 from spartito.data.headers import ImageFault
-from spartito.data.images import tensor_of
+from spartito.data.images import empty_pixels, tensor_of
 from spartito.data.order import Indices
 from spartito.data.source import BatchSource, Found
 from spartito.errors import CorruptSampleError, UserError
@@ -89,8 +89,8 @@ class PackedSource(BatchSource):
         """
         block, row = self._where(np.array([index]))
         columns = self.reader.get(block.tolist())[int(block[0])]
-        example = {name: self._value(columns, name, int(row[0]), index) for name in columns}
-        return self._shaped(example)
+        raw = {name: _raw(columns, name, int(row[0])) for name in columns}
+        return self._shaped({name: self._value(value, name, index) for name, value in raw.items()})
 
     def read_batch(self, indices: Sequence[int]) -> Found:
         """As `BatchSource.read_batch`: columns of numbers are gathered as a whole."""
@@ -106,19 +106,23 @@ class PackedSource(BatchSource):
             if _are_alike(list(arrays.values())):
                 batch[name] = _gathered(arrays, block, row)
                 continue
-            values: list[Any] = []
-            for position, (each, at) in enumerate(zip(block.tolist(), row.tolist(), strict=True)):
+            wanted = zip(block.tolist(), row.tolist(), strict=True)
+            raw = [_raw(found[each], name, at) for each, at in wanted]
+            # Pixels become floating where they stay, in the batch.
+            are_images = self._are_images(raw)
+            values: Any = self._empty(len(raw)) if are_images else [None] * len(raw)
+            read = self._decoded if are_images else self._value
+            for position, value in enumerate(raw):
                 try:
-                    values.append(self._value(found[each], name, at, indices[position]))
+                    values[position] = read(value, name, indices[position])
                 except CorruptSampleError as error:
                     corrupt.setdefault(position, str(error))
-                    values.append(None)
             batch[name] = values
         kept = [position for position in range(len(indices)) if position not in corrupt]
         wrong = [(indices[position], corrupt[position]) for position in sorted(corrupt)]
         if not kept:
             return Found(None, kept, wrong)
-        rows = {name: _collated(values, kept) for name, values in batch.items()}
+        rows = {name: self._collated(values, kept) for name, values in batch.items()}
         return Found(self._shaped(rows), kept, wrong)
 
     def check_columns(self) -> None:
@@ -158,13 +162,22 @@ class PackedSource(BatchSource):
         block = np.searchsorted(self.edges, indices, side="right") - 1
         return block, indices - self.edges[block]
 
-    def _value(self, columns: Columns, name: str, row: int, index: int) -> Any:
-        """One value, decoded.
+    def _value(self, value: Any, name: str, index: int) -> Any:
+        """One value; of an image a tensor ``(channels, height, width)``.
 
         Raises:
             CorruptSampleError: It cannot be read.
         """
-        value = columns[name][row] if name in columns else Missing("is not there")
+        found = self._decoded(value, name, index)
+        is_image = self.image_size is not None and isinstance(value, bytes)
+        return tensor_of(found, self.dtype) if is_image else found
+
+    def _decoded(self, value: Any, name: str, index: int) -> Any:
+        """One value; of an image its pixels ``(height, width, channels)``.
+
+        Raises:
+            CorruptSampleError: It cannot be read.
+        """
         if isinstance(value, Missing):
             raise CorruptSampleError(f"{name!r} of {self.locate(index)} {value.why}")
         if isinstance(value, np.ndarray | dict | list):
@@ -172,18 +185,40 @@ class PackedSource(BatchSource):
         if self.image_size is None or not isinstance(value, bytes):
             return value
         try:
-            pixels = pixels_of(value, None, self.image_size, self.color)
+            return pixels_of(value, None, self.image_size, self.color)
         except ImageFault as fault:
             raise CorruptSampleError(
                 f"{name!r} of {self.locate(index)} is no good image ({fault.kind}): {fault.detail}"
             ) from fault
-        return tensor_of(pixels, self.dtype)
+
+    def _empty(self, count: int) -> Any:
+        """For the pixels of some images."""
+        assert self.image_size is not None
+        return empty_pixels((count, *self.image_size, len(MODES[self.color])), self.dtype)
+
+    def _are_images(self, values: list[Any]) -> bool:
+        """Whether a column is decoded: it has bytes, and nothing else."""
+        if self.image_size is None or not any(isinstance(each, bytes) for each in values):
+            return False
+        return all(isinstance(each, bytes | Missing) for each in values)
+
+    def _collated(self, values: Any, kept: list[int]) -> Any:
+        if isinstance(values, np.ndarray):  # the pixels of images
+            whole = values if len(kept) == len(values) else values[kept]
+            return torch.from_numpy(whole).to(self.dtype).permute(0, 3, 1, 2)
+        if isinstance(values, Tensor):
+            return values if len(kept) == len(values) else values[kept]
+        return collate([values[position] for position in kept])
 
     def _shaped(self, values: dict[str, Any]) -> Any:
         if self.columns is None:
             return values
         chosen = tuple(values[name] for name in self.columns)
         return chosen if len(chosen) > 1 else chosen[0]
+
+
+def _raw(columns: Columns, name: str, row: int) -> Any:
+    return columns[name][row] if name in columns else Missing("is not there")
 
 
 def _are_alike(columns: list[Any]) -> bool:
@@ -203,9 +238,3 @@ def _gathered(arrays: dict[int, Any], block: Indices, row: Indices) -> Tensor:
         here = np.flatnonzero(block == each)
         out[here] = array[row[here]]
     return torch.from_numpy(out)
-
-
-def _collated(values: Any, kept: list[int]) -> Any:
-    if isinstance(values, Tensor):
-        return values if len(kept) == len(values) else values[kept]
-    return collate([values[position] for position in kept])

@@ -100,6 +100,12 @@ def split_name(name: str) -> tuple[str, str]:
     return f"{folder}{slash}{stem}", column.lower()
 
 
+def names_in(block: bytes) -> list[str]:
+    """The names of the files in a block."""
+    with tarfile.open(fileobj=io.BytesIO(block), mode="r:") as tar:
+        return [member.name for member in tar if member.isfile()]
+
+
 def _members(data: bytes) -> Iterator[tuple[str, bytes]]:
     view = memoryview(data)
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
@@ -111,20 +117,20 @@ def _members(data: bytes) -> Iterator[tuple[str, bytes]]:
 
 def _decoded(column: str, data: bytes) -> Any:
     """The value of a file by its ending; of one that is not known its bytes."""
-    decode = _DECODERS.get(column.rpartition(".")[2])
+    decode = DECODERS.get(column.rpartition(".")[2])
     if decode is None:
         return data
     try:
         return decode(data)
     except (ValueError, UnicodeDecodeError) as error:
-        return Missing(f"is no {column}: {error}")
+        return Missing(f"is no {column}: {error}", True)
 
 
 def _array(data: bytes) -> Any:
     return np.load(io.BytesIO(data), allow_pickle=False)
 
 
-_DECODERS: dict[str, Callable[[bytes], Any]] = {
+DECODERS: dict[str, Callable[[bytes], Any]] = {
     "cls": lambda data: int(data.decode()),
     "cls2": lambda data: int(data.decode()),
     "txt": lambda data: data.decode(),

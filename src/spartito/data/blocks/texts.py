@@ -87,7 +87,7 @@ def _text(document: bytes) -> Any:
     try:
         text = document.decode()
     except UnicodeDecodeError as error:
-        return Missing(f"is no UTF-8: byte {error.start} is {document[error.start]:#04x}")
+        return Missing(f"is no UTF-8: byte {error.start} is {document[error.start]:#04x}", True)
     return text.replace("\r\n", "\n").removeprefix("\ufeff")
 
 

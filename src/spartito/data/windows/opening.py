@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from spartito.data.blocks.formats import Format, make_format
 from spartito.data.blocks.index import find_blocks
-from spartito.data.blocks.opening import find_files
+from spartito.data.blocks.locating import locate
 from spartito.data.blocks.reading import BlockFiles
 from spartito.data.blocks.texts import Texts
 from spartito.data.dataset import Dataset
@@ -85,8 +85,8 @@ def tokens(
         raise UserError(f"tokens(length={length!r})", "An example has at least one token.")
     chosen = None if tokenizer is None else as_tokenizer(tokenizer, tokenizer_name)
     kept = default_cache() if cache is None else SpanCache(cache)
-    documents_of = _documents(data, column, separator, format, kept)
-    blocks = TokenBlocks(documents_of, Encoding(column, chosen, _eos(eos, chosen)), kept)
+    documents_of, raw = _documents(data, column, separator, format, kept)
+    blocks = TokenBlocks(documents_of, Encoding(raw, chosen, _eos(eos, chosen)), kept)
     threads = reading_threads()
     counts = count_tokens(blocks, threads)
     layout = Layout(counts, length, length if for_transformers else length + 1)
@@ -111,19 +111,21 @@ def tokens(
 
 def _documents(
     data: Any, column: str, separator: str | None, format: str | None, cache: SpanCache
-) -> Documents:
+) -> tuple[Documents, str]:
+    """What has the documents, and what it calls their column."""
     check_one_split(data)
     if is_table(data) and separator is None and format is None:
-        return TableDocuments(data, column)
+        return TableDocuments(data, column), column
     if not isinstance(data, str | os.PathLike):
         raise UserError(
             f"tokens() of a {type(data).__name__}",
             "Give a path, a URL, or a Dataset of Hugging Face without separator and format.",
         )
-    files, name, found = find_files(os.fspath(data), format)
-    reads = _format(name, column, separator)
-    blocks = find_blocks(files, found, reads, cache)
-    return PackedDocuments(BlockFiles(files, reads, blocks, None if files.local else cache))
+    located = locate(os.fspath(data), format)
+    files, raw = located.files, located.raw(column)
+    reads = _format(located.format, raw, separator)
+    blocks = find_blocks(files, located.found, reads, cache)
+    return PackedDocuments(BlockFiles(files, reads, blocks, None if files.local else cache)), raw
 
 
 def _format(name: str, column: str, separator: str | None) -> Format:
