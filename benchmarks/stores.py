@@ -40,8 +40,10 @@ def main() -> None:
     options = parser(__doc__, rounds=3)
     options.add_argument("--data", type=Path, help="photos to scale, one folder per class")
     options.add_argument("--photos", type=positive, default=256, help="how many")
-    options.add_argument("--stores", metavar="PYTHON", type=interpreter,
-                         help="that of scripts/stores; without it the training is left out")  # fmt: skip
+    options.add_argument(
+        "--stores", metavar="PYTHON", type=interpreter,
+        help="that of scripts/stores; without it the training is left out",
+    )  # fmt: skip
     options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     given = options.parse_args()
     here = announce(__doc__)

@@ -80,13 +80,14 @@ def serving(folder: Path, fault: Fault = lambda number: None) -> Iterator[WebSer
                 return self._status(int(wrong))
             with open(file, "rb") as opened:
                 opened.seek(start)
-                data = opened.read(stop - start)
+                data = opened.read(stop - start) if has_content else b""
             if wrong == "changed":
                 data = bytes(byte ^ 255 for byte in data)
             if wrong == "short":
                 data, stop = data[:-1], stop - 1
             self.send_response(206 if asked else 200)
-            self.send_header("Content-Length", str(len(data)))
+            length = len(data) if has_content else stop - start
+            self.send_header("Content-Length", str(length))
             self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
             self.send_header("Accept-Ranges", "bytes")
             self.send_header("ETag", f'"{file.stat().st_mtime_ns}"')

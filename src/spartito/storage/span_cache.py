@@ -117,15 +117,15 @@ class SpanCache:
     def _load(self, path: Path) -> bytes | None:
         try:
             with open(path, "rb", buffering=0) as file:
-                data = file.read()
+                size = max(0, os.fstat(file.fileno()).st_size - _TAIL.size)
+                data, tail = file.read(size), file.read(_TAIL.size)
         except OSError:
             return None
-        size = len(data) - _TAIL.size
-        if size < 0 or _TAIL.unpack_from(data, size) != (size, zlib.crc32(data[:size])):
+        if len(tail) < _TAIL.size or _TAIL.unpack(tail) != (len(data), zlib.crc32(data)):
             return None
         with suppress(OSError):  # a cache that others filled may be read-only
             os.utime(path)
-        return data[:size]
+        return data
 
     def _store(self, path: Path, data: bytes) -> None:
         new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")

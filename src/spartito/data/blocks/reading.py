@@ -19,11 +19,16 @@ from spartito.storage.whole_files import entry_of, read_cached
 T = TypeVar("T")
 
 THREADS = 16
-"""Blocks that are fetched together."""
+"""Blocks that are fetched together, at most: each is in memory two or three times by then."""
 AHEAD = 4, 32
 """Blocks that are in memory before somebody wants them: the fewest, and the most."""
-BYTES = 32 << 20
+BYTES = 16 << 20
 """Of all these together, within that: so that one which has to be asked for again is no stop."""
+
+
+def ahead_of(size: int) -> int:
+    """How many blocks are in memory before somebody wants them, where one has ``size`` bytes."""
+    return min(AHEAD[1], max(AHEAD[0], BYTES // max(1, size)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,8 +110,9 @@ class BlockReader(Generic[T]):
 
     def __init__(self, load: Callable[[int], T], size: int = BYTES) -> None:
         self._load = load
-        self._ahead = min(AHEAD[1], max(AHEAD[0], BYTES // max(1, size)))
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="spartito block")
+        self._ahead = ahead_of(size)
+        threads = min(THREADS, self._ahead)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spartito block")
         self._kept: OrderedDict[int, Future[T]] = OrderedDict()
         self._lock = threading.Lock()
         self._order: Sequence[int] = ()

@@ -12,7 +12,7 @@ from PIL import Image
 
 from spartito.data.blocks.formats import Columns, Missing
 from spartito.data.blocks.locating import PackedSet, images_at, locate, open_set
-from spartito.data.blocks.reading import AHEAD
+from spartito.data.blocks.reading import ahead_of
 from spartito.data.packing.columns import column_of
 from spartito.data.packing.sources import open_folder
 from spartito.errors import UserError, show
@@ -123,7 +123,8 @@ def memory_of(data: PackedSet, block: Columns, live: int) -> int:
     packed = sum(len(part) for _, part in data.read.parts(0)) or first.stop - first.start
     spans = [each.stop - each.start for index in data.blocks.indexes for each in index.blocks]
     chosen = packed / max(1, first.stop - first.start)  # of a block only some columns are read
-    held = sorted(spans, reverse=True)[: live + AHEAD + 1]
+    ahead = ahead_of(data.blocks.bytes // max(1, len(spans)))
+    held = sorted(spans, reverse=True)[: live + ahead + 1]
     return round(sum(held) * chosen * taken / max(1, packed))
 
 
