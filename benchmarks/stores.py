@@ -183,7 +183,7 @@ def job(
 
 @contextmanager
 def delayed(port: int) -> Iterator[int]:
-    """A port that leads to ``port``; what a client sends arrives `DELAY` later."""
+    """A port before ``port``; what a client sends arrives `DELAY` later."""
     own = free_port()
     process = multiprocessing.get_context("spawn").Process(target=_forward, args=(own, port))
     process.start()
