@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import spartito as sp
 from spartito.data.blocks import json_lines, mds, tars
+from spartito.data.blocks.source import PackedSource
 from spartito.data.loader import Loader
 from spartito.data.order import spread
 from spartito.errors import UserError
@@ -263,6 +264,17 @@ def test_a_value_that_is_missing_is_a_corrupt_example(tmp_path: Path) -> None:
     assert ids(iter(Loader(sp.data.packed(tmp_path / "a.parquet", "y").batch(3)))) == [0, 2]
     found = next(iter(sp.data.packed(tmp_path / "a.parquet", "l").batch(3)))
     assert found.tolist() == [[1, 2], [4, 5]]
+
+
+def test_a_column_that_only_some_blocks_have_is_not_dropped(tmp_path: Path) -> None:
+    lines = [f'{{"y": {y}}}' if y < 40 else f'{{"y": {y}, "z": {y}}}' for y in range(60)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    source = sp.data.packed(tmp_path / "a.jsonl").source
+    assert isinstance(source, PackedSource)
+    assert len(source.edges) > 3
+    found = source.read_batch([1, 55, 2])
+    assert found.data == {"y": torch.tensor([55]), "z": torch.tensor([55])}
+    assert [index for index, _ in found.corrupt] == [1, 2]
 
 
 def test_a_lost_sample_of_a_tar_is_a_corrupt_example(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class PackedSource(BatchSource):
             return Found(None, [], [])
         block, row = self._where(np.asarray(indices, dtype=np.int64))
         found = self.reader.get(dict.fromkeys(block.tolist()))
-        names = list(next(iter(found.values())))
+        names = dict.fromkeys(name for columns in found.values() for name in columns)
         batch: dict[str, Any] = {}
         corrupt: dict[int, str] = {}
         for name in names:
