@@ -14,6 +14,11 @@ PATTERNS = (
     "strategies/test_compressed_sums.py::* (slow)",
     "strategies/test_groups_inside.py::test_numbers_are_those_of_plain_torch* (slow)",
     "strategies/test_groups_inside.py::test_what_is_written_* (slow)",
+    "strategies/test_groups_inside.py::test_a_training_goes_on_where_it_was*4bit* (slow)",
+    "strategies/test_groups_inside.py::test_a_training_goes_on_where_it_was*sockets* (slow)",
+    "strategies/test_groups_inside.py::test_numbers_are_those_of_groups*block_bytes* (slow)",
+    # In the quick tests three kinds of operations are cut along two axes, and all along one.
+    "mesh/test_rules.py::test_two_axes_cut_at_once* (slow)",
     "strategies/test_unfriendly_groups.py::*-tied-* (slow)",
     # Checkpoints of the quick tests go from each strategy to the next two.
     "strategies/test_checkpoints.py::*-rest]",
@@ -36,7 +41,11 @@ PATTERNS = (
     "collectives/test_failures.py::test_a_frozen_rank_is_named_at_the_limit* (slow)",
     "collectives/test_machines.py::test_all_machines_name_the_one_that_is_frozen",
     "doctor/test_namespaces.py::test_training_by_names_that_mean_the_loopback[[]1]",
+    # A strategy and a launcher that were added train in test_added_strategy and test_extending.
+    "launch/test_extending.py::test_the_packages_of_the_page",
     # One fault of each kind, one kind of job of each tool.
+    "chaos/test_chaos_integration.py::test_a_worker_of_groups_over_servers[[]kill]",
+    "launch/test_kubernetes_integration.py::test_a_synchronous_job[[]job-none]",
     "chaos/test_chaos_integration.py::test_who_lives_goes_on",
     "launch/test_clouds_integration.py::test_digits_on_two_nodes*[[]dstack]",
     "launch/test_clouds_integration.py::test_digits_with_servers*[[]sky]",
