@@ -186,7 +186,15 @@ def test_a_changed_file_is_not_read(written: Path, tmp_path: Path) -> None:
         download(store, called(1), tmp_path / "read")
 
 
-@pytest.mark.parametrize(("url", "extra"), [("nope://x", "remote"), ("gs://x/y", "gcs")])
-def test_a_protocol_that_cannot_be_used_is_named(url: str, extra: str) -> None:
-    with pytest.raises(UserError, match=rf"cannot be reached.*\n.*spartito\[{extra}\]"):
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("nope://x", "unknown protocol, 'nope'"),
+        ("s4://x", r"unknown protocol, 's4'\n.*'s3'"),
+        ("gs://x/y", r"cannot be reached.*\n.*spartito\[gcs\]"),
+        ("dropbox://x", r"cannot be reached.*\n.*spartito\[remote\]"),
+    ],
+)
+def test_a_protocol_that_cannot_be_used_is_named(url: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
         FsspecStore(url)

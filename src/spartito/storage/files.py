@@ -19,7 +19,7 @@ from itertools import product
 from typing import Any, Protocol, TypeVar
 
 from spartito.errors import UserError
-from spartito.storage.object_client import by_obstore, connect_objects, no_package, reason
+from spartito.storage.object_client import advice, by_obstore, connect_objects, no_package, reason
 from spartito.storage.remote import AbsentError, UnreadableError
 from spartito.urls import is_remote, local_path
 
@@ -453,7 +453,7 @@ def refused(what: str, done: str, error: Exception) -> UserError:
         error: What the store's client said.
     """
     kind = AbsentError if _is_absent(error) else UnreadableError
-    return kind(f"{what} cannot be {done}: {reason(error)}", "Is it there, and yours?")
+    return kind(f"{what} cannot be {done}: {reason(error)}", advice(error))
 
 
 def _is_absent(error: Exception) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from spartito.errors import UserError
+from spartito.names import nearest
 
 OBJECTS = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "http", "https"})
 """Protocols that obstore speaks."""
@@ -130,7 +131,7 @@ def reason(error: Exception) -> str:
         error: What it raised.
     """
     text = str(error).partition("\n\nDebug source")[0].strip() or type(error).__name__
-    if "169.254.169.254" in text:  # where keys are looked for last, which only a cloud has
+    if _asks_for_keys(text):
         return "no keys of this store were found"
     found = _XML.search(text)
     if found is None:
@@ -139,9 +140,30 @@ def reason(error: Exception) -> str:
     return f"{status[1] + ', ' if status else ''}{found[1]}: {found[2]}"
 
 
+def advice(error: Exception) -> str:
+    """What to do about that, in a line.
+
+    Args:
+        error: What the client of a store raised.
+    """
+    if _asks_for_keys(str(error)):
+        return (
+            "For S3 set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or for what "
+            "everybody may read AWS_SKIP_SIGNATURE=true."
+        )
+    return "Is it there, and yours?"
+
+
+def _asks_for_keys(text: str) -> bool:
+    return "169.254.169.254" in text  # where keys are looked for last, which only a cloud has
+
+
 def no_package(url: str, error: Exception) -> UserError:
     """The error for a URL whose protocol nobody here speaks."""
     scheme = urlsplit(url).scheme
+    if "not known" in str(error):
+        known = sorted({*OBJECTS, *EXTRAS, "file", "hdfs", "sftp", "webhdfs"})
+        return UserError(f"{url} has an unknown protocol, {scheme!r}", nearest(scheme, known))
     extra = EXTRAS.get(scheme, "remote")
     return UserError(
         f"{url} cannot be reached: {error}",

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from spartito.errors import UnwritableError, UserError
 from spartito.storage.files import is_for_good
 from spartito.storage.limited import limited
-from spartito.storage.object_client import by_obstore, connect_objects, no_package, reason
+from spartito.storage.object_client import advice, by_obstore, connect_objects, no_package, reason
 from spartito.storage.remote import Store, UnreadableError
 
 T = TypeVar("T")
@@ -180,7 +180,7 @@ def _write(url: str, silence: float, work: Callable[[Moved], object], size: int 
 
 def _refused(url: str, done: str, kind: type[UserError], error: Exception) -> UserError:
     """Name the store in whatever its package raises."""
-    return kind(f"{url} cannot be {done}: {reason(error)}", "Is it there, and yours?")
+    return kind(f"{url} cannot be {done}: {reason(error)}", advice(error))
 
 
 def _chunks(file: Path, moved: Moved) -> Iterator[bytes]:
