@@ -19,6 +19,7 @@ from itertools import product
 from typing import Any, Protocol, TypeVar
 
 from spartito.errors import UserError
+from spartito.storage.limited import SilentError, limited
 from spartito.storage.object_client import advice, by_obstore, connect_objects, no_package, reason
 from spartito.storage.remote import AbsentError, UnreadableError
 from spartito.urls import is_remote, local_path
@@ -27,6 +28,9 @@ T = TypeVar("T")
 
 THREADS = 16
 """Files that are looked at together."""
+
+SILENCE = 60.0
+"""Seconds after which a call of a client that tells of no progress is given up."""
 
 PAUSES = (0.02, 0.2, 1.0, 4.0, 8.0)
 """Seconds before a range that could not be read is asked for again."""
@@ -179,7 +183,7 @@ class FsspecFiles(Files):
         self.url = url.rstrip("/")
         try:
             core: Any = importlib.import_module("fsspec.core")
-            self._files, root = core.url_to_fs(self.url)
+            self._files, root = limited(lambda _: core.url_to_fs(self.url), SILENCE)
         except (ImportError, ValueError) as error:
             raise no_package(url, error) from error
         except Exception as error:  # some protocols connect here
@@ -187,17 +191,25 @@ class FsspecFiles(Files):
         self._root = root.rstrip("/")
 
     def find(self) -> list[File]:
-        found = attempts(lambda: self._files.find(self._root, detail=True), self.url, "listed")
+        def find() -> dict[str, Any]:
+            found: dict[str, Any] = limited(
+                lambda _: self._files.find(self._root, detail=True), SILENCE
+            )
+            return found
+
+        found = attempts(find, self.url, "listed")
         cut = len(self._root) + 1
         files = (_of_fsspec(path[cut:], facts) for path, facts in found.items())
         return sorted((f for f in files if not _is_hidden(f.name)), key=lambda file: file.name)
 
     def look(self, name: str) -> File:
         path = f"{self._root}/{name}"
-        return _of_fsspec(name, attempts(lambda: self._files.info(path), path, "read"))
+        facts = attempts(lambda: limited(lambda _: self._files.info(path), SILENCE), path, "read")
+        return _of_fsspec(name, facts)
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        return bytes(self._files.cat_file(f"{self._root}/{name}", start=start, end=stop))
+        path = f"{self._root}/{name}"
+        return limited(lambda _: bytes(self._files.cat_file(path, start=start, end=stop)), SILENCE)
 
 
 def open_files(url: str) -> Files:
@@ -311,7 +323,7 @@ def attempts(read: Callable[[], T], what: str, done: str) -> T:
 
 def is_for_good(error: Exception) -> bool:
     """Whether asking again cannot help: what is not there, and what may not be read."""
-    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | SilentError):
         return True
     if _FOR_GOOD.search(str(error)):
         return True

@@ -13,6 +13,10 @@ SLOWEST = 4 << 20
 """Bytes in a second that a line carries at least, where nobody says how far it is."""
 
 
+class SilentError(TimeoutError):
+    """A call was given up; asking again would take as long."""
+
+
 def limited(work: Callable[[Callable[[], None]], T], silence: float, size: int = 0) -> T:
     """What ``work`` returns, or raises.
 
@@ -23,13 +27,13 @@ def limited(work: Callable[[Callable[[], None]], T], silence: float, size: int =
             take on a slow line, besides.
 
     Raises:
-        TimeoutError: It was given up. The thread stays, and holds up no end of the process.
+        SilentError: It was given up. The thread stays, and holds up no end of the process.
     """
     call = _Call(work)
     allowed = size / SLOWEST
     while not call.over.wait(max(0.0, call.gives_up(silence, allowed) - time.monotonic())):
         if time.monotonic() >= call.gives_up(silence, allowed):
-            raise TimeoutError(f"nothing has moved for {time.monotonic() - call.last:.0f} s")
+            raise SilentError(f"nothing has moved for {time.monotonic() - call.last:.0f} s")
     if call.error is not None:
         raise call.error
     return call.result

@@ -26,6 +26,7 @@ EXTRAS = {
     **dict.fromkeys(("s3", "s3a"), "s3"),
     **dict.fromkeys(("gs", "gcs"), "gcs"),
     **dict.fromkeys(("az", "azure", "abfs", "abfss"), "azure"),
+    **dict.fromkeys(("hdfs", "viewfs"), "hdfs"),
     "hf": "hf",
 }
 """The extra of the package that brings what a protocol needs; others need ``remote``."""
@@ -135,7 +136,7 @@ def reason(error: Exception) -> str:
         return "no keys of this store were found"
     found = _XML.search(text)
     if found is None:
-        return text
+        return text.splitlines()[0][:400]
     status = _STATUS.search(text)
     return f"{status[1] + ', ' if status else ''}{found[1]}: {found[2]}"
 
@@ -151,6 +152,8 @@ def advice(error: Exception) -> str:
             "For S3 set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or for what "
             "everybody may read AWS_SKIP_SIGNATURE=true."
         )
+    if "libjvm" in str(error):
+        return "pip install 'spartito[hdfs]', which reads HDFS without Java."
     return "Is it there, and yours?"
 
 

@@ -165,7 +165,7 @@ def _read(
             expected = limited(lambda _: size(), silence)
             return limited(work, silence, expected)
         except Exception as error:
-            if is_for_good(error) or isinstance(error, TimeoutError) or pause is None:
+            if is_for_good(error) or pause is None:
                 raise _refused(url, done, UnreadableError, error) from error
             time.sleep(pause)
     raise AssertionError
