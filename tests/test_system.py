@@ -222,6 +222,7 @@ def test_another_processor_is_told_once_and_what_it_costs(monkeypatch: pytest.Mo
 
 TRAINS = """
 import json, sys
+sys.modules["dill"] = None  # torch imports it if it can, and it needs a temporary folder
 import torch
 import spartito as sp
 

@@ -322,7 +322,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         sp.data.packed(tmp_path, format="parket")
     with pytest.raises(UserError, match="has no file that"):
         sp.data.packed(tmp_path / "*.mds")
-    with pytest.raises(UserError, match="unknown protocol, .s4."):
+    with pytest.raises(UserError, match="unknown protocol"):
         sp.data.packed("s4://bucket/data")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="It is empty"):

@@ -28,6 +28,7 @@ __all__ = [
     "cpu_and_state",
     "die_with_parent",
     "end_within",
+    "forget_file",
     "give_back_memory",
     "host_key",
     "ipv4_of",
@@ -113,6 +114,20 @@ def large_pages(block: mmap.mmap) -> None:
     """
     with suppress(OSError):  # a kernel without them
         block.madvise(mmap.MADV_HUGEPAGE)
+
+
+def forget_file(path: str) -> None:
+    """Have the system forget what it read of a file; what is not written yet stays.
+
+    Args:
+        path: One that is there.
+    """
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
 
 def give_back_memory() -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "cpu_and_state",
     "die_with_parent",
     "end_within",
+    "forget_file",
     "give_back_memory",
     "host_key",
     "ipv4_of",
@@ -108,6 +109,10 @@ def large_pages(block: mmap.mmap) -> None:
     Args:
         block: The memory.
     """
+
+
+def forget_file(path: str) -> None:
+    """As `linux.forget_file`: nothing, as other systems have no such call."""
 
 
 def give_back_memory() -> None:

@@ -34,6 +34,7 @@ from spartito.data.prefetch import reading_threads
 from spartito.errors import UserError, show
 from spartito.names import size
 from spartito.storage.span_cache import SpanCache
+from spartito.system import forget_file
 from spartito.system.capacity import available_cores
 from spartito.urls import is_remote
 
@@ -138,7 +139,7 @@ class MeasuredImages:
     def forget(self) -> None:
         """As `Measured.forget`."""
         for path in self._paths:
-            _drop(path)
+            forget_file(path)
 
     def read(self) -> Iterator[tuple[int, Callable[[], int]]]:
         """As `Measured.read`."""
@@ -192,7 +193,7 @@ class MeasuredPacked:
         self._new_cache()
         if self._data.where.files.local:
             for file in self._data.blocks.files:
-                _drop(os.path.join(self._data.where.files.url, file.name))
+                forget_file(os.path.join(self._data.where.files.url, file.name))
 
     def read(self) -> Iterator[tuple[int, Callable[[], int]]]:
         """As `Measured.read`."""
@@ -442,13 +443,3 @@ def _decode_image(data: bytes, path: str, image_size: Size) -> int:
     with suppress(ImageFault):
         pixels_of(data, promised_format(path), image_size, "rgb")
     return 1
-
-
-def _drop(path: str) -> None:
-    """Have the system forget what it read of a file; what is not written yet stays."""
-    with suppress(OSError, AttributeError):  # macOS has no such call
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
