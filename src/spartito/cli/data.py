@@ -208,7 +208,7 @@ def get(
 
     Example: spartito data get cats_vs_dogs --to data
     """
-    from spartito.data.tools.known import main_get, main_list
+    from spartito.data.tools.get import main_get, main_list
 
     if name is None:
         given = {"--to": to, "--mirror": mirror}

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from spartito.data.blocks.opening import packed
     from spartito.data.cifar import cifar10
     from spartito.data.dataset import Dataset, arrays, as_dataset, per_worker
+    from spartito.data.downloads import get
     from spartito.data.folders import digits, idx, image_folder
-    from spartito.data.known import get
     from spartito.data.mixture import mix
     from spartito.data.source import InputContext
     from spartito.data.text import characters
@@ -32,7 +32,7 @@ __getattr__ = _attach(
         "characters": "spartito.data.text",
         "cifar10": "spartito.data.cifar",
         "digits": "spartito.data.folders",
-        "get": "spartito.data.known",
+        "get": "spartito.data.downloads",
         "idx": "spartito.data.folders",
         "image_folder": "spartito.data.folders",
         "mix": "spartito.data.mixture",

@@ -22,7 +22,7 @@ import spartito as sp
 from spartito.data import known
 from spartito.data.cifar import CLASSES, FOLDER, ROW
 from spartito.data.known_sets import KNOWN, KnownFile
-from spartito.data.tools.known import main_get, main_list
+from spartito.data.tools.get import main_get, main_list
 from spartito.errors import UserError
 from tests.data.web_server import WebServer, serving
 

@@ -6,7 +6,7 @@ import sys
 from json import dumps
 from pathlib import Path
 
-from spartito.data.known import get
+from spartito.data.downloads import get
 from spartito.data.known_sets import KNOWN
 from spartito.errors import UserError, show
 from spartito.names import size
