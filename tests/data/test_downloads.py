@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 import spartito as sp
-from spartito.data import known
+from spartito.data import downloads
 from spartito.data.cifar import CLASSES, FOLDER, ROW
 from spartito.data.known_sets import KNOWN, KnownFile
 from spartito.data.tools.get import main_get, main_list
@@ -72,8 +72,8 @@ def pets() -> bytes:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
     """A server of small sets in the form of the real ones, whose checksums are expected."""
     monkeypatch.setenv("SPARTITO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(known, "PAUSES", (0.0, 0.0))
-    monkeypatch.setattr(known, "CHUNK", 1000)
+    monkeypatch.setattr(downloads, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(downloads, "CHUNK", 1000)
     contents = {
         **digits(),
         "cifar-10-binary.tar.gz": cifar(),
