@@ -51,7 +51,7 @@ def test_what_makes_no_data_set() -> None:
         Arrays()
     with pytest.raises(UserError, match=r"arrays\(\) got no array"):
         Arrays({})
-    with pytest.raises(UserError, match="an array of ndarray is no tensor"):
+    with pytest.raises(UserError, match="texts are no numbers"):
         Arrays(np.array(["a", "b"]))
 
 

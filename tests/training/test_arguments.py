@@ -7,7 +7,7 @@ import json
 import pickle
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -119,6 +119,33 @@ def test_a_checkpoint_is_no_file(name: str | Path) -> None:
     with pytest.raises(UserError, match=r"it takes a folder.*\n.*ModelCheckpoint\(\"checkpoints\""):
         sp.callbacks.ModelCheckpoint(name)
     assert sp.callbacks.ModelCheckpoint("runs/1.5/v2.0").directory == Path("runs/1.5/v2.0")
+
+
+def test_backups_are_in_a_folder() -> None:
+    for name in ("b_{epoch}", "s3://bucket/{step:04d}"):
+        with pytest.raises(UserError, match="has a field in braces"):
+            sp.callbacks.BackupAndRestore(name)
+
+
+def test_a_strategy_may_be_named() -> None:
+    assert isinstance(
+        jobs.trainer(strategy=cast("Any", "one_device")).strategy, sp.OneDeviceStrategy
+    )
+    with pytest.raises(UserError, match="miror"):
+        jobs.trainer(strategy=cast("Any", "miror"))
+    with pytest.raises(UserError, match=r"strategy=3 is a int\n.*sp\.strategy"):
+        jobs.trainer(strategy=cast("Any", 3))
+
+
+@pytest.mark.parametrize("counts", [{"epochs": 1.5}, {"epochs": True}, {"steps_per_epoch": "3"}])
+def test_counts_are_whole_numbers(counts: Any) -> None:
+    with pytest.raises(UserError, match="A whole number"):
+        jobs.trainer().fit(jobs.data(), **counts)
+
+
+def test_texts_are_no_rows() -> None:
+    with pytest.raises(UserError, match=r"texts are no numbers.*\n.*Tokenize"):
+        jobs.trainer().fit((["a", "b"], torch.zeros(2)))
 
 
 def test_figures_are_a_dict_and_not_unpacked() -> None:

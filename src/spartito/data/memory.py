@@ -110,7 +110,15 @@ def _tensor(array: Any) -> Tensor:
     try:
         return torch.as_tensor(array)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"an array of {type(array).__name__} is no tensor: {error}") from error
+        if "str" in str(error):
+            raise UserError(
+                "texts are no numbers, which a batch is made of",
+                "Tokenize them first, or give a data set of dicts; sp.data.tokens reads texts.",
+            ) from error
+        raise UserError(
+            f"data that is a {type(array).__name__} makes no tensor: {error}",
+            "Give arrays or tensors of numbers, one row per example.",
+        ) from error
 
 
 def few_rows(source: object) -> list[Tensor]:

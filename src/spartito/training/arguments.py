@@ -12,6 +12,7 @@ from spartito.cluster.resolver import resolve
 from spartito.errors import UserError
 from spartito.log import note
 from spartito.names import ENV_EPOCHS, nearest
+from spartito.strategies import Strategy, job_strategy, strategy
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -194,9 +195,35 @@ def asked_epochs(epochs: int, steps: int | None) -> int:
         if not (text.isascii() and text.isdigit()):
             raise UserError(f"{ENV_EPOCHS}={text!r} is not a whole number", "As 3, or unset it.")
         epochs = int(text)
+    counts = {"epochs": epochs, "steps_per_epoch": steps}
+    for name, value in counts.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise UserError(
+                f"fit({name}={value!r}) is a {type(value).__name__}", f"A whole number: {name}=3."
+            )
     if epochs < 0 or (steps is not None and steps < 1):
         raise UserError(
             f"fit(epochs={epochs}, steps_per_epoch={steps})",
             "Epochs are 0 or more, steps 1 or more.",
         )
     return epochs
+
+
+def asked_strategy(asked: object) -> Strategy:
+    """The strategy of a trainer.
+
+    Args:
+        asked: A strategy, the text of one as `sp.strategy` takes it, or None: that of the job.
+
+    Raises:
+        UserError: It is none of these, or cannot run on this cluster.
+    """
+    if isinstance(asked, Strategy):
+        return asked
+    if asked is None:
+        return job_strategy()
+    if isinstance(asked, str):
+        return strategy(asked)
+    raise UserError(
+        f"strategy={asked!r} is a {type(asked).__name__}", 'Give sp.strategy(), or "mirrored".'
+    )

@@ -21,8 +21,8 @@ from spartito.errors import PreemptedError, UnwritableError, UserError
 from spartito.folders import check_free
 from spartito.log import note, warn
 from spartito.storage.tensors import check_storable
-from spartito.strategies import Strategy, job_strategy
-from spartito.training.arguments import asked_epochs, known_names
+from spartito.strategies import Strategy
+from spartito.training.arguments import asked_epochs, asked_strategy, known_names
 from spartito.training.backups.identity import options_of
 from spartito.training.callback import Callback, Where, check_given
 from spartito.training.callbacks.backup_and_restore import BackupAndRestore
@@ -59,8 +59,8 @@ class Trainer:
             one loss per example, their mean, or ``(sum, weight)``; None for a model that
             computes its own.
         metrics: Names, functions, objects of ``sp.metrics`` or of torchmetrics, one or several.
-        strategy: What `sp.strategy` returns; None lets the launcher or the cluster decide, once
-            for all trainers of a process.
+        strategy: What `sp.strategy` returns, or its name; None lets the launcher or the cluster
+            decide, once for all trainers of a process.
         scheduler: One of torch's, or a function of the optimizer that makes it.
         scheduler_interval: "step": it is stepped once per global step, or "epoch": after each
             epoch, as `ReduceLROnPlateau` always is.
@@ -96,7 +96,7 @@ class Trainer:
         optimizer: OptimizerLike | None = None,
         loss: LossFunction | None = None,
         metrics: MetricLike | Sequence[MetricLike] = (),
-        strategy: Strategy | None = None,
+        strategy: Strategy | str | None = None,
         scheduler: SchedulerLike | None = None,
         scheduler_interval: str = "step",
         scheduler_monitor: str | None = None,
@@ -112,7 +112,7 @@ class Trainer:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise UserError(f"model={model!r} is no module", "Give an object: Net(), not Net.")
-        self.strategy = job_strategy() if strategy is None else strategy
+        self.strategy = asked_strategy(strategy)
         self.loss = make_loss(loss)
         self.metrics = make_metrics(metrics, self.loss)
         self.precision, self.deterministic, self.seed = precision, deterministic, seed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -102,6 +103,12 @@ class BackupAndRestore(Callback):
     ) -> None:
         """Check the arguments; nothing is written before training begins."""
         self.directory = None if directory is None else os.fspath(directory)
+        if self.directory is not None and re.search(r"\{[\w:.]*\}", self.directory):
+            raise UserError(
+                f"BackupAndRestore({self.directory!r}) has a field in braces, and backups of one "
+                "training share a folder",
+                'Write BackupAndRestore("backup"): each fit has a folder of its own in it.',
+            )
         self.every = every
         self.interval = interval_of(every)
         if share is not None and not (isinstance(share, int | float) and share > 0):
