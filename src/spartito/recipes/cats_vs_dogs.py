@@ -2,7 +2,8 @@
 
     spartito train cats_vs_dogs --data PetImages --strategy mirrored --workers 2
 
-``--data DIR`` has one folder per class with photos of any size. A fifth of them validates.
+``--data`` names a folder, here or in a store: one folder per class with photos of any size, or
+what ``spartito data pack`` made of such. A fifth of the photos validates.
 """
 
 from __future__ import annotations
@@ -14,8 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
-from spartito.data.images import read_image
+from spartito.data.blocks.locating import images_at
+from spartito.data.images import SUBSETS, Subset, read_image
+from spartito.data.source import BlockSource
 from spartito.recipes.options import finish, go_on, parse, run_folder
+
+BLOCKS = 16
+"""Of packed photos, among which one is moved."""
 
 
 def main() -> None:
@@ -28,14 +34,13 @@ def main() -> None:
         )
     strategy = sp.strategy()
     out = run_folder(options, strategy, "cats_vs_dogs")
-    photos = sp.data.image_folder(options.data, subset="training")
+    photos, validation = (photos_of(options.data, subset) for subset in SUBSETS)
     train = (
-        photos.shuffle()
+        photos.shuffle(blocks=BLOCKS if isinstance(photos.source, BlockSource) else None)
         .map(sp.data.RandomFlip("horizontal"))
         .map(sp.data.RandomRotation(0.1))
         .batch(options.batch_size)
     )
-    validation = sp.data.image_folder(options.data, subset="validation").batch(options.batch_size)
     steps = options.epochs * len(train)
 
     def rate(step: int) -> float:
@@ -62,7 +67,7 @@ def main() -> None:
     trainer.fit(
         train,
         epochs=options.epochs,
-        validation_data=validation,
+        validation_data=validation.batch(options.batch_size),
         callbacks=[
             sp.callbacks.ModelCheckpoint(monitor="val_accuracy", keep=3),
             sp.callbacks.TensorBoard(),
@@ -71,6 +76,15 @@ def main() -> None:
     )
     finish(trainer, options)
     strategy.close()
+
+
+def photos_of(where: str, subset: Subset) -> sp.data.Dataset:
+    """The photos of a subset: from their files, or packed."""
+    if images_at(where) is not None:
+        return sp.data.image_folder(where, subset=subset)
+    return sp.data.packed(
+        where, image_size=(180, 180), validation_split=0.2, subset=subset, key="key"
+    )
 
 
 def build() -> nn.Module:
