@@ -23,6 +23,7 @@ from spartito.backend.work import Done, Receive
 from spartito.collectives.memory import PAGE, Memory, bytes_of
 from spartito.collectives.rows import row_to_read, written
 from spartito.errors import RefusedCallError
+from spartito.system import fences
 
 RESERVE = 16 << 30  # bytes of addresses that each rank has for messages; space is taken when used
 CELLS = 256  # messages of a pair that may be under way
@@ -84,6 +85,7 @@ class Mail:
                 lambda: bool(self._words[cell + TAKEN] == out.number + 1 - CELLS),
                 lambda: [target],
             )
+        fences.acquire()
         size = max(64, 1 << (len(row) - 1).bit_length()) if len(row) else 64
         offset = self._offset(size)
         self._bytes[offset : offset + len(row)] = row
@@ -92,6 +94,7 @@ class Mail:
         words[cell + NBYTES], words[cell + OFFSET] = len(row), offset
         out.under_way.append((out.number, offset, size))
         out.number += 1
+        fences.release()
         words[cell + NUMBER] = out.number
         self._memory.ring(target)
         return Done([tensor])
@@ -140,10 +143,12 @@ class Mail:
             cell = self._cell(source, self._memory.rank, number)
             if words[cell + NUMBER] != number + 1:
                 return False
+            fences.acquire()
             if number not in box.taken and words[cell + TAG] == wanted.tag:
                 break
             number += 1
         self._read(wanted.tensor, source, cell)
+        fences.release()
         words[cell + TAKEN] = number + 1
         self._memory.ring(source)
         box.taken.add(number)
@@ -178,6 +183,7 @@ class Mail:
                 number, offset, freed = out.under_way[0]
                 if self._words[self._cell(self._memory.rank, target, number) + TAKEN] <= number:
                     break
+                fences.acquire()
                 out.under_way.popleft()
                 self._free.setdefault(freed, []).append(offset)
         if free := self._free.get(size):

@@ -17,13 +17,13 @@ A mark is the tag and, in its bits, a checksum of all calls before. So ranks tha
 calls without waiting for each other, as two that each took themselves for the source of a
 broadcast, find out at the next call in which one waits.
 
-Plain stores are seen in order on x86-64, so the counters need no fences there.
+A counter is stored behind a `fences.release`, and what it tells of is looked at behind a
+`fences.acquire`: on x86-64 they are nothing.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -38,6 +38,7 @@ from spartito.collectives.segment import Segment
 from spartito.collectives.store import Membership
 from spartito.errors import UserError
 from spartito.heartbeat import resume, waits
+from spartito.system import fences
 from spartito.system.files import memory_folders
 from spartito.system.shared import Word, yield_core
 from spartito.waiting import Waiting
@@ -67,6 +68,11 @@ _BITS = 2**63 - 1  # of a number in a line
 def bytes_of(segment: Segment) -> Bytes:
     """All bytes of a segment."""
     return np.frombuffer(segment.map, dtype=np.uint8)
+
+
+def numbers_of(segment: Segment) -> memoryview[int]:
+    """All of a segment as numbers of 64 bits, each of which is read and written as one."""
+    return memoryview(segment.map).cast("q")
 
 
 class Slots:
@@ -125,7 +131,6 @@ class Memory:
         self._spins = SPINS if spins else 0
         self._tag = self._mark = self._calls = self._began = 0
         self._broken: BaseException | None = None
-        self._barrier = threading.Lock()
         self.beside_at = (LINE + MOST_TEXT) * self.size
         """Where in the segment what the caller keeps begins."""
         head = self.beside_at + -(-beside * self.size // LINE) * LINE
@@ -138,7 +143,7 @@ class Memory:
         self._address = memory.ctypes.data
         words_of = memory[LINE * self.size :]
         self._last_words = [words_of[MOST_TEXT * rank :][:MOST_TEXT] for rank in range(self.size)]
-        self._lines = memoryview(segment.map).cast("q")
+        self._lines = numbers_of(segment)
         self._slots = {SMALL: Slots(memory[head:], SMALL, self.size)}
         cells = [rank * LINE // 8 for rank in range(self.size)]
         words = [Word(self._address + 8 * cell) for cell in cells]
@@ -198,17 +203,17 @@ class Memory:
         lines, own, step = self._lines, self._own, self.step
         lines[own + TAG + step % TAGS] = self._tag
         lines[own + 2 + step % TAGS] = self._mark
+        fences.release()
         lines[own] = step
         self._wake()
 
     def _wake(self) -> None:
         """Wake those who sleep until this rank takes a step, if anybody does.
 
-        Who sleeps says so before the kernel compares the word, which is behind a barrier of its
-        own; a lock is one on this side. So one of the two sees what the other has written.
+        Who sleeps says so before the kernel compares the word, which is behind a fence of its
+        own. So one of the two sees what the other has written.
         """
-        with self._barrier:
-            pass
+        fences.full()
         lines = self._lines
         for _, cell, _ in self._all:
             if lines[cell + ASLEEP]:
@@ -228,7 +233,9 @@ class Memory:
         lines, own, step = self._lines, self._own, self.step
         lines[own + TAG + step % TAGS] = self._tag
         lines[own + 2 + step % TAGS] = self._mark
+        fences.release()
         lines[own + PART] = step << 20 | part
+        fences.release()  # who sees the step sees the part, of which it is not woken again
         lines[own] = step
         (self._word if part == 1 else self._parts[self.rank]).wake()
 
@@ -246,22 +253,21 @@ class Memory:
             cell = self._peers[rank][1]
             if lines[cell + PART] < target:
                 self._look_for(ranks, cell, self._parts[rank], target, PART)
+        fences.acquire()
 
     def meet(self) -> None:
         """A step in which nothing is written; each step of a training has two."""
-        lines, own, mark = self._lines, self._own, self._mark
+        lines, own = self._lines, self._own
         self.step = step = self.step + 1
         if self.met + TAGS <= step:  # who did not wait may be ahead of others
             self._wait_for(self._all, step + 1 - TAGS, compare=False)
         call = 2 + step % TAGS
         lines[own + TAG - 2 + call] = self._tag
-        lines[own + call] = mark
+        lines[own + call] = self._mark
+        fences.release()
         lines[own] = step
         self._wake()
-        for _, cell, _ in self._all:
-            if lines[cell] < step or lines[cell + call] != mark:
-                self._wait_for(self._all, step)
-                break
+        self._wait_for(self._all, step)
         self.met = step
 
     def meet_at(self, tag: int) -> None:
@@ -337,6 +343,7 @@ class Memory:
 
     def ring(self, rank: int) -> None:
         """Wake ``rank``, which may sleep in `listen`: there is something for it in the reserve."""
+        fences.release()
         self._lines[rank * LINE // 8 + BELL] += 1
         self._bells[rank].wake()
 
@@ -374,6 +381,7 @@ class Memory:
         beats = [self._lines[cell + BEAT] for _, cell, _ in self._all]
         while True:
             seen = value()
+            fences.acquire()
             if done():
                 return
             now = time.monotonic()
@@ -396,6 +404,7 @@ class Memory:
                     return
                 for rank, cell, _ in self._all:
                     if size := self._lines[cell + LEFT]:
+                        fences.acquire()
                         raise self._fail(self._alarm.heard(bytes(self._last_words[rank][:size])))
                 if lost:
                     raise self._fail(self._alarm.gone(lost))
@@ -409,6 +418,7 @@ class Memory:
         for rank, cell, word in peers:
             if lines[cell] < step:
                 self._look_for([one[0] for one in peers], cell, word, step)
+            fences.acquire()
             if compare and lines[cell + call] != self._mark:
                 raise self._fail(self._different(rank, cell))
 
@@ -446,6 +456,7 @@ class Memory:
             self._broken = error
             text = self._alarm.said(error)
             self._last_words[self.rank][: len(text)] = np.frombuffer(text, dtype=np.uint8)
+            fences.release()
             self._lines[self._own + LEFT] = len(text)
 
     def _fail(self, error: BaseException) -> BaseException:

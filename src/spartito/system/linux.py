@@ -18,6 +18,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from spartito.system.fences import fences_of, why_none
+
 __all__ = [
     "CGROUPS",
     "KILL_MARKED",
@@ -74,13 +76,13 @@ _LINK = "20"
 
 
 def shares_memory() -> bool:
-    """Whether processes here share memory: it keeps the order of plain stores."""
-    return platform.machine().lower() in ("x86_64", "amd64")
+    """Whether processes here share memory: where there are fences for the processor."""
+    return fences_of(platform.machine()) is not None
 
 
 def why_not_shared() -> str:
     """Why they do not."""
-    return f"memory is shared on x86-64 only, and this is {platform.machine()}"
+    return why_none(platform.machine())
 
 
 def memory_folder() -> Path | None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import platform
+
+from spartito.system.fences import ARM
 
 PAGEMAP = "/proc/self/pagemap"
 
-_FUTEX = 202  # on x86-64
+_FUTEX = 98 if platform.machine().lower() in ARM else 202  # the number of the system call
 _WAIT, _WAKE, _EVERYBODY = 0, 1, 2**31 - 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _syscall = _libc.syscall
