@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,6 +48,12 @@ class Module:
 
     def device_count(self) -> int:
         return DEVICES
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "Simulated"
+
+    def get_device_properties(self, device: Any = None) -> Any:
+        return SimpleNamespace(total_memory=1 << 30)
 
     def current_device(self) -> int:
         return int(torch.ops.sim.device_now())

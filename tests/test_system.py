@@ -22,7 +22,7 @@ import pytest
 from spartito.cluster import resolve
 from spartito.collectives import placement
 from spartito.errors import UserError
-from spartito.system import ENV_PORTABLE, linux, portable
+from spartito.system import ENV_PORTABLE, fences, linux, portable
 from spartito.system.files import temporary_folder
 from tests.commands import (
     LEAN,
@@ -34,7 +34,7 @@ from tests.commands import (
     eventually,
     free_port,
 )
-from tests.skips import need
+from tests.skips import need, skip
 from tests.test_public import FILES, ROOT
 
 EXACT = 1e-12
@@ -204,7 +204,7 @@ def test_the_kernel_takes_the_options_of_a_connection(system: ModuleType) -> Non
 
 
 def test_another_processor_is_told_once_and_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     monkeypatch.setattr(placement, "shares_memory", linux.shares_memory)
     monkeypatch.setattr(placement, "why_not_shared", linux.why_not_shared)
     said: list[str] = []
@@ -215,9 +215,20 @@ def test_another_processor_is_told_once_and_what_it_costs(monkeypatch: pytest.Mo
             resolve({**counts, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
         )
     assert said == [
-        "memory is shared on x86-64 only, and this is aarch64: tasks exchange by sockets, which "
-        "takes about ten times as long (docs/benchmarks.md, all-reduce on one machine)"
+        "memory is shared on x86-64 and ARM only, and this is riscv64: tasks exchange by sockets, "
+        "which takes about ten times as long (docs/benchmarks.md, all-reduce on one machine)"
     ]
+
+
+def test_memory_is_shared_where_there_are_fences(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fences.fences_of("x86_64") is not None
+    if (here := fences.fences_of("aarch64")) is None:
+        skip("case", f"no {fences.LIBRARY} here")
+    for fence in (here.release, here.acquire, here.full):
+        fence()
+    monkeypatch.setattr(fences, "LIBRARY", "libnothing.so.1")
+    assert fences.fences_of("aarch64") is None
+    assert "libnothing.so.1 (package libatomic1)" in fences.why_none("aarch64")
 
 
 TRAINS = """

@@ -229,6 +229,31 @@ def device_count(name: str) -> int:
     return int(module.device_count()) if module.is_available() else 0
 
 
+def accelerators() -> tuple[str, list[tuple[str, int]]]:
+    """What torch knows of the accelerators of this machine, of which it takes one kind.
+
+    Returns:
+        The type, "" without any, and each device's name and bytes of memory, 0 where nobody tells.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return "", []
+    module = module_of(found)
+    name_of = getattr(module, "get_device_name", lambda index: found.type)
+    return found.type, [
+        (str(name_of(index)), _memory_of(module, index))
+        for index in range(device_count(found.type))
+    ]
+
+
+def _memory_of(module: ModuleType, index: int) -> int:
+    if hasattr(module, "get_device_properties"):
+        return int(getattr(module.get_device_properties(index), "total_memory", 0))
+    if hasattr(module, "recommended_max_memory"):  # there is one of them
+        return int(module.recommended_max_memory())
+    return 0
+
+
 def is_set(variable: str) -> bool:
     """Whether a variable of the environment says yes.
 

@@ -14,6 +14,7 @@ from spartito.backend.machine import OneMachine
 from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.collectives.store import Membership
 from spartito.collectives.torch_store import OfTorch
+from spartito.errors import TaskLostError
 from tests.collectives import weak_memory
 from tests.collectives.group import running
 from tests.commands import free_port
@@ -21,6 +22,7 @@ from tests.skips import shares_memory
 
 TURNS = 6
 LIMIT = 20.0
+LARGE = 5000  # numbers of a row that goes in parts, or in slices
 
 
 def part(rank: int, turn: int, numel: int = 48) -> Tensor:
@@ -34,6 +36,7 @@ def exchanged(group: SharedMemoryCollective, turn: int, reducer: Any) -> list[tu
     rank, size = group.rank, group.world_size
     parts = [part(each, turn) for each in range(size)]
     total, rows = sum(parts[1:], parts[0]), [each.view(size, -1) for each in parts]
+    large = [part(each, turn, LARGE) for each in range(size)]
     reducer.input.copy_(parts[rank])
     scalars = reducer.reduce((float(rank + turn), 1.0), size)
     return [
@@ -41,6 +44,7 @@ def exchanged(group: SharedMemoryCollective, turn: int, reducer: Any) -> list[tu
         (torch.tensor(scalars), torch.tensor([size * turn + size * (size - 1) / 2, size])),
         (group.all_reduce(parts[rank].clone()), total),
         (torch.stack(group.all_gather(parts[rank])), torch.stack(parts)),
+        (group.all_reduce(large[rank].clone()), sum(large)),
         (group.broadcast(parts[rank].clone(), turn % size), parts[turn % size]),
         (group.reduce_scatter(rows[rank]), sum(each[rank] for each in rows)),
         (group.all_to_all(rows[rank]), torch.stack([each[rank] for each in rows])),
@@ -61,9 +65,20 @@ def posted(machine: OneMachine, turn: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def wrong(rank: int, size: int, store: dist.Store, case: str, numel: int) -> Any:
+def hears(group: SharedMemoryCollective) -> bool:
+    """Whether the others hear the last words of the first."""
+    if group.rank == 0:
+        group.memory.leave(TaskLostError("worker 0 gives up"))
+        return True
+    with pytest.raises(TaskLostError, match="worker 0 gives up"):
+        group.barrier()
+    return True
+
+
+def wrong(rank: int, size: int, store: dist.Store, case: str) -> Any:
     """How many results were not what they were to be, in all turns or until the first error."""
-    weak_memory.begin(case)
+    weak_memory.forget()
+    weak_memory.stand()
     names = [f"worker {each}" for each in range(size)]
     group = Membership(rank, names, OfTorch(store), LIMIT).under(case or "whole")
     shared = machine = None
@@ -73,6 +88,7 @@ def wrong(rank: int, size: int, store: dist.Store, case: str, numel: int) -> Any
         reducer = shared.reducer(48, torch.float64, torch.device("cpu"))
         machine = OneMachine(group.under("messages"), spins=False)
         weak_memory.weaken(machine._mail)
+        weak_memory.stand(without=case)
         for turn in range(TURNS):
             results = exchanged(shared, turn, reducer)
             if not case:  # a message whose tag nobody sees is waited for until the limit
@@ -80,10 +96,8 @@ def wrong(rank: int, size: int, store: dist.Store, case: str, numel: int) -> Any
             found += sum(not torch.allclose(got, wanted) for got, wanted in results)
             if case and found:
                 break
-        if not case:  # in parts, and in slices
-            large = shared.all_reduce(part(rank, 0, numel))
-            found += not torch.equal(large, sum(part(each, 0, numel) for each in range(size)))
-            shared.barrier()
+        if not case:
+            found += not hears(shared)
     except Exception:
         if not case:
             raise
@@ -98,7 +112,7 @@ def wrong(rank: int, size: int, store: dist.Store, case: str, numel: int) -> Any
 def job(_: Connection, rank: int, size: int, port: int, cases: list[str]) -> list[Any]:
     weak_memory.install()
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0)
-    found = [wrong(rank, size, store, case, 100_000) for case in cases]
+    found = [wrong(rank, size, store, case) for case in cases]
     store.add("done", 1)
     while rank == 0 and store.add("done", 0) < size:  # it keeps the store
         pass
@@ -112,9 +126,7 @@ def outcomes(size: int, cases: list[str]) -> list[Any]:
         for rank in range(size):
             group.start(rank, job, size, port, cases)
         found = [group.result(rank) for rank in range(size)]
-    return [
-        (sum(count for count, _ in of), of[0][1]) for of in zip(*found, strict=True)
-    ]
+    return [(sum(count for count, _ in of), of[0][1]) for of in zip(*found, strict=True)]
 
 
 @shares_memory

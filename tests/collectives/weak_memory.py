@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from spartito.backend import machine, mail
-from spartito.collectives import memory
+from spartito.collectives import memory, memory_operations
 from spartito.collectives.segment import Segment
 from spartito.system import fences
 
@@ -28,6 +28,7 @@ CELL_FLAGS = {mail.NUMBER, mail.TAKEN}
 LOOKS = 20
 """How often others may look between a flag and what is behind it."""
 RESERVE = 1 << 18
+SIZES = 1 << 13, 1 << 12, 1 << 15
 
 _segments: list[WeakSegment] = []
 counts = Counter[str]()
@@ -77,17 +78,22 @@ class Numbers:
 
 def install() -> None:
     """Have this process see what is shared so, from the next group on."""
-    memory.Segment = WeakSegment  # type: ignore[misc]
+    memory.Segment = WeakSegment  # type: ignore[misc, attr-defined]
     memory.numbers_of = lambda segment: Numbers(segment, memory.LINE // 8, FLAGS)  # type: ignore[assignment, return-value]
     memory.CHECK_SECONDS = 0.001  # nobody is woken: the words that wait are copies
-    mail.RESERVE = machine.RESERVE = RESERVE
-    mail.CELLS = 4  # so that cells are used again
+    mail.RESERVE = machine.RESERVE = RESERVE  # type: ignore[attr-defined]
+    mail.CELLS = 4  # so that cells are used again, and small rows go in parts and chunks
+    memory_operations.WHOLE, memory_operations.PART, memory_operations.CHUNK = SIZES
 
 
-def begin(without: str = "") -> None:
-    """Forget the groups before; the fence that ``without`` names does nothing."""
+def forget() -> None:
+    """Forget the groups before, and how often they called fences."""
     _segments.clear()
     counts.clear()
+
+
+def stand(without: str = "") -> None:
+    """Have fences do what they are to, but for the one that ``without`` names."""
 
     def fence(name: str, *acts: Callable[[WeakSegment], None]) -> Callable[[], None]:
         def made() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from spartito.doctor.facts.machine import gpu_names, memory
+from spartito.doctor.facts.devices import PLUG_INS, Devices, devices, gpu_names, may_know
+from spartito.doctor.facts.machine import memory
 from spartito.doctor.facts.network import holder_of, resolve_names, routes
 from spartito.doctor.findings import Memory, Outcome, Target
 from spartito.doctor.parallel import at_once
@@ -23,11 +26,13 @@ from spartito.doctor.transport.server import DoctorServer, open_server
 from spartito.wire.addresses import DRAWN, Endpoint
 from spartito.wire.interfaces import interface_of, source_address
 from spartito.wire.secret import NO_SECRET, Key
+from tests import simulated
 from tests.callers import read_to_end
 from tests.launch.supervised import wait_until
 
 LOOPBACK = "127.0.0.1"
 MIB = 1 << 20
+VERSIONS = ["2.13.0+rocm7.1", "2.13.0+xpu", "2.13.0+cpu", "2.13.0+cu130", "2.13.0", "not installed"]
 
 
 def soon(seconds: float = 30.0) -> float:
@@ -102,6 +107,23 @@ def test_gpus_are_listed_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert gpu_names({}, 30.0) == ["NVIDIA X"]
     assert gpu_names({"CUDA_VISIBLE_DEVICES": ""}, 30.0) == []
+
+
+def test_torch_is_asked_where_it_may_know_other_devices(tmp_path: Path) -> None:
+    assert [version for version in VERSIONS if may_know(version, "Linux", False)] == VERSIONS[:2]
+    assert may_know("2.13.0", "Darwin", False)
+    simulated.built()
+    plug_in = tmp_path / "sim-1.dist-info"
+    plug_in.mkdir()
+    (plug_in / "METADATA").write_text("Name: sim\nVersion: 1\n")
+    (plug_in / "entry_points.txt").write_text(f"[{PLUG_INS}]\nsim = tests.simulated:register\n")
+    paths = [str(tmp_path), *sys.path]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+    asks = f"from {devices.__module__} import *; print(devices(os.environ, '2+cpu', 60))"
+    ended = subprocess.run(
+        [sys.executable, "-c", f"import os; {asks}"], env=env, capture_output=True, text=True
+    )
+    assert ended.stdout == f"{Devices(('Simulated, 1 GiB',) * 2)}\n", ended
 
 
 def test_names_that_resolve_and_names_that_do_not() -> None:

@@ -415,6 +415,7 @@ def test_memory_disks_and_gpus() -> None:
         memory=Memory(8 * GIB, 100 << 20, GIB),
         disks=[Space("/tmp", GIB, 1 << 20)],
         gpus=["NVIDIA H200"],
+        backend="nccl",
     )
     given = report(facts(W0), full, facts(W2))
     assert (
@@ -424,6 +425,8 @@ def test_memory_disks_and_gpus() -> None:
     assert "/tmp on worker 1 has 1 MiB free" in the_verdict(given, "disk").message
     assert "1 GPUs on worker 1" in the_verdict(given, "GPUs").message
     assert the_verdict(given, "NCCL").severity == "note"
+    mac = report(facts(W0, gpus=["Apple M2"]))
+    assert "through the host's memory" in the_verdict(mac, "devices").message
 
 
 def test_the_worst_comes_first() -> None:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import spartito as sp
 from spartito.training.batch_blame import described, name_of
+from spartito.training.missing_operations import called_in, missing_in
 from tests.training.jobs import data, trainer
 
 
@@ -52,6 +53,45 @@ def test_the_note_is_of_the_step_that_fails() -> None:
         trainer(model=Fails()).fit(data(), epochs=2, batch_size=5, verbose=0)
     assert len(notes(error)) == 1
     assert "in step 2 of epoch 2, a batch of arrays" in notes(error)[0]
+
+
+class Inverts(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x @ torch.linalg.inv(torch.eye(2, dtype=x.dtype).to_sparse())
+
+
+class Turns(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return (x.half() & x.half()).double()
+
+
+@pytest.mark.parametrize(
+    ("last", "operation", "help_"),
+    [
+        (Inverts(), "aten::linalg_inv_ex for the device SparseCPU", "on the CPU"),
+        (Turns(), "bitwise_and_cpu for numbers of type Half", "in fp32"),
+    ],
+)
+def test_an_operation_that_torch_lacks_is_named_with_its_module(
+    last: nn.Module, operation: str, help_: str
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 2).double(), nn.Sequential(nn.Tanh(), last))
+    with pytest.raises(NotImplementedError) as error:
+        trainer(model=model).fit(data(), epochs=1, verbose=0)
+    batch, missing = notes(error)
+    assert "in step 1 of epoch 1" in batch
+    assert f"torch has no {operation}. It was called in the model's module '1.1' (" in missing
+    assert help_ in missing
+
+
+def test_what_torch_says_of_other_devices() -> None:
+    mac = "The operator 'aten::isin' is not currently implemented for the MPS device. If you"
+    found = missing_in(NotImplementedError(mac))
+    assert found is not None
+    assert (found.operation, found.where) == ("aten::isin", "the device MPS")
+    assert "PYTORCH_ENABLE_MPS_FALLBACK=1" in found.help
+    assert missing_in(NotImplementedError("mine")) is None
+    assert "in the backward pass" in called_in(NotImplementedError(mac), nn.Linear(1, 1))
 
 
 def test_errors_of_ours_have_none() -> None:

@@ -84,8 +84,9 @@ class Facts(msgspec.Struct, frozen=True):
     loopback; with equal ``cpus`` they compete for the same cores; with equal ``ipc`` they can
     share memory. ``plan`` says what training would do, by the cluster that ``source`` describes;
     ``refusal`` why it would not begin to listen. ``quota`` is in cores, None without one.
-    ``process_group``: replicas would form one, of gloo or NCCL. ``shared_memory``: replicas that
-    can share memory would. ``port`` is None where nothing says which one.
+    ``gpus`` are accelerators of any kind, with ``backend`` of torch's process groups for them.
+    ``process_group``: replicas would form one, of gloo or that backend. ``shared_memory``: replicas
+    that can share memory would. ``port`` is None where nothing says which one.
     """
 
     task: str
@@ -107,6 +108,7 @@ class Facts(msgspec.Struct, frozen=True):
     shm: Space | None
     disks: list[Space]
     gpus: list[str]
+    backend: str = ""
     process_group: bool = False
     shared_memory: bool = True
     refusal: str = ""

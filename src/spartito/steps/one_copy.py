@@ -76,7 +76,7 @@ class OneMemory(OneShardEach):
             rendezvous.close()
             raise UserError(
                 f"central_storage for {cluster.world_size} replicas that share no memory",
-                "Choose mirrored: only those of one Linux machine with x86-64 share memory.",
+                "Choose mirrored: only those of one Linux machine with x86-64 or ARM share memory.",
             )
         return groups
 

@@ -72,7 +72,9 @@ def why_none(machine: str) -> str:
         machine: As `platform.machine` calls it.
     """
     if machine.lower() in ARM:
-        return f"memory is shared on {machine} by {LIBRARY}, which is missing (libatomic1)"
+        return (
+            f"memory is shared on {machine} where {LIBRARY} (package libatomic1) is, and it is not"
+        )
     return f"memory is shared on x86-64 and ARM only, and this is {machine}"
 
 

@@ -6,25 +6,30 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
 from spartito.data.memory import Arrays
 from spartito.data.source import BatchStream, ExampleStream, PerWorker
 from spartito.errors import SpartitoError
+from spartito.training.missing_operations import note_missing
 
 MOST = 8
 """Parts of a tuple or dict that are shown."""
 
 
-def note_batch(error: Exception, batch: Batch, chain: Dataset, where: str) -> None:
-    """Add a note to an error that is not ours, once: what the model was given.
+def note_batch(
+    error: Exception, batch: Batch, chain: Dataset, where: str, model: nn.Module
+) -> None:
+    """Add notes to an error that is not ours, once: what the model was given, what torch lacks.
 
     Args:
         error: What a step has raised.
         batch: The local batch of it.
         chain: The data set.
         where: What was done: "step 3 of epoch 1".
+        model: What was given it.
     """
     if isinstance(error, SpartitoError) or any("spartito:" in note for note in _notes(error)):
         return
@@ -32,6 +37,7 @@ def note_batch(error: Exception, batch: Batch, chain: Dataset, where: str) -> No
         f"spartito: {where}, a batch of {name_of(chain)} with {batch.size} of "
         f"{batch.global_size} rows here: {described(batch.data)}"
     )
+    note_missing(error, model)
 
 
 def described(data: Any) -> str:

@@ -69,7 +69,8 @@ class Evaluation:
                     try:
                         loss, weight, output = self._strategy.evaluate(batch, self._loss)
                     except Exception as error:
-                        note_batch(error, batch, self._chain, f"in evaluation step {number + 1}")
+                        at = f"in evaluation step {number + 1}"
+                        note_batch(error, batch, self._chain, at, self._model)
                         raise
                     losses = [added(losses[0], loss), added(losses[1], weight)]
                     examples += batch.size

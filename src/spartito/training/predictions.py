@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spartito.data.batch import Batch
 from spartito.data.collate import rows
@@ -23,6 +23,7 @@ from spartito.training.callback import Callback, hooks
 
 def predicted(
     strategy: Strategy,
+    model: nn.Module,
     dataset: Dataset,
     steps: int | None,
     loss: LossFunction | None,
@@ -42,7 +43,8 @@ def predicted(
             try:
                 output = strategy.predict(batch, loss is not None)
             except Exception as error:
-                note_batch(error, batch, dataset, f"in prediction step {number + 1}")
+                at = f"in prediction step {number + 1}"
+                note_batch(error, batch, dataset, at, model)
                 raise
             outputs.append(whole(output, batch, batches.gather))
             for hook in end:

@@ -365,7 +365,9 @@ class Trainer:
         )
         self.coordination.synchronize()
         with evaluating(self.model):
-            return predicted(self.strategy, chain, steps, self.loss, self._asked(callbacks))
+            return predicted(
+                self.strategy, self.model, chain, steps, self.loss, self._asked(callbacks)
+            )
 
     @with_its_pair("save")
     def save(

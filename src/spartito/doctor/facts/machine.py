@@ -7,7 +7,6 @@ import math
 import os
 import platform
 import shutil
-import subprocess
 import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -19,8 +18,10 @@ from spartito.cluster.spec import NO_RANK, ClusterSpec
 from spartito.collectives.placement import PROCESS_GROUP
 from spartito.declared import declared_by
 from spartito.doctor.facts import network
+from spartito.doctor.facts.devices import devices
 from spartito.doctor.findings import Facts, Memory, Space
 from spartito.errors import UserError
+from spartito.launch.processes.gpus import count_gpus
 from spartito.registry import default_name
 from spartito.system import (
     CGROUPS,
@@ -55,9 +56,9 @@ def collect(spec: ClusterSpec, env: Mapping[str, str], seconds: float) -> Facts:
     names = network.resolve_names(hosts, time.monotonic() + seconds)
     machine = _text(BOOT).strip() or platform.node()
     quota = cgroup_quota()
-    gpus = gpu_names(env, seconds)
+    found = devices(env, _version("torch"), seconds)
     communication = communication_of(env)
-    process_group = bool(gpus) or communication in PROCESS_GROUP
+    process_group = bool(found.backend) or communication in PROCESS_GROUP
     return Facts(
         task=str(spec.task),
         host=own_name(),
@@ -66,8 +67,8 @@ def collect(spec: ClusterSpec, env: Mapping[str, str], seconds: float) -> Facts:
         cpus=_cpus(machine, quota),
         ipc=host_key(),
         source=spec.source,
-        plan=plan_of(spec, env, len(gpus)),
-        remarks=list(remarks(spec, env)),
+        plan=plan_of(spec, env, count_gpus(env)),
+        remarks=[*remarks(spec, env), *([found.remark] if found.remark else [])],
         cluster={role: list(tasks) for role, tasks in spec.addresses.items()},
         python=platform.python_version(),
         versions={name: _version(name) for name in PACKAGES},
@@ -77,7 +78,8 @@ def collect(spec: ClusterSpec, env: Mapping[str, str], seconds: float) -> Facts:
         memory=memory(),
         shm=None if (memory_at := memory_folder()) is None else space(memory_at),
         disks=[space(Path.cwd()), space(temporary_folder())],
-        gpus=gpus,
+        gpus=list(found.names),
+        backend=found.backend,
         process_group=process_group,
         shared_memory=communication == "auto" and shares_memory(),
         refusal=_refusal(env) if process_group else "",
@@ -122,22 +124,6 @@ def space(path: Path) -> Space:
     """Size and free bytes of the file system at ``path``."""
     usage = shutil.disk_usage(path)
     return Space(str(path), usage.total, usage.free)
-
-
-def gpu_names(env: Mapping[str, str], seconds: float) -> list[str]:
-    """The GPUs that nvidia-smi lists; none where ``env`` hides them all."""
-    if env.get("CUDA_VISIBLE_DEVICES", "all").strip() in {"", "-1"}:
-        return []
-    if shutil.which("nvidia-smi") is None:
-        return []
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=seconds
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
-    return [line.partition(": ")[2].partition(" (UUID")[0] for line in lines]
 
 
 def _refusal(env: Mapping[str, str]) -> str:

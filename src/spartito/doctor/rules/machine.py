@@ -140,10 +140,12 @@ def gpus(findings: Findings) -> Verdicts:
     have = _grouped({task: f"{len(cards)} GPUs" for task, cards in trains.items()})
     if len(have) > 1:
         what = f"the tasks see different GPUs: {_listed(have)}"
-        advice = "Look at CUDA_VISIBLE_DEVICES and the driver where they are missing."
+        advice = "Where they are missing, look at the driver, and at CUDA_VISIBLE_DEVICES."
         yield Verdict("GPUs", "warning", what, advice)
-    if any(trains.values()):
-        yield Verdict("NCCL", "note", "NCCL between the GPUs is not checked")
+    for backend in sorted({findings.facts[task].backend for task, had in trains.items() if had}):
+        what = f"{backend.upper()} between the GPUs is not checked"
+        none = "torch has no process group for these devices: tensors go through the host's memory"
+        yield Verdict(backend.upper() or "devices", "note", what if backend else none)
 
 
 def _by(findings: Findings, key: Callable[[Facts], str]) -> dict[str, list[str]]:

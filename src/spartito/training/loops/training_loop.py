@@ -208,7 +208,7 @@ class TrainingLoop:
                 result = step(batch)
             except Exception as error:
                 at = f"in step {self._done + 1} of epoch {self._running + 1}"
-                note_batch(error, batch, self.chain, at)
+                note_batch(error, batch, self.chain, at, trainer.model)
                 raise
             self._own_examples += batch.size
             self._own_batches += 1
