@@ -78,7 +78,7 @@ class Numbers:
 
 def install() -> None:
     """Have this process see what is shared so, from the next group on."""
-    memory.Segment = WeakSegment  # type: ignore[misc, attr-defined]
+    memory.Segment = WeakSegment  # type: ignore[attr-defined]
     memory.numbers_of = lambda segment: Numbers(segment, memory.LINE // 8, FLAGS)  # type: ignore[assignment, return-value]
     memory.CHECK_SECONDS = 0.001  # nobody is woken: the words that wait are copies
     mail.RESERVE = machine.RESERVE = RESERVE  # type: ignore[attr-defined]

@@ -415,7 +415,7 @@ def test_memory_disks_and_gpus() -> None:
         memory=Memory(8 * GIB, 100 << 20, GIB),
         disks=[Space("/tmp", GIB, 1 << 20)],
         gpus=["NVIDIA H200"],
-        backend="nccl",
+        backend="NCCL",
     )
     given = report(facts(W0), full, facts(W2))
     assert (

@@ -10,7 +10,7 @@ The first also keeps reads before the flag that says that others may write there
 
 x86-64 keeps all of that in order by itself, so both are nothing there. ARM does not, and Python has
 no fences; `atomic_thread_fence` of C11 is a function of libatomic, one instruction (``dmb ish``).
-A lock that is taken and given back is none on ARM: what is before and behind it may change places
+A lock that is taken and given back is none on ARM: what is before and behind it may be reordered
 inside.
 """
 
@@ -83,7 +83,8 @@ def _nothing() -> None:
 
 
 def _locked() -> None:
-    with _lock:  # an instruction that waits until all stores are seen
+    """A lock is an instruction that waits until all stores are seen."""
+    with _lock:
         pass
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 
 from spartito.doctor.wording import amount
+from spartito.system import IS_LINUX
 
 PLUG_INS = "torch.backends"
 """The group of entry points by which other packages bring torch a kind of devices."""
@@ -23,7 +23,8 @@ class Devices:
 
     Attributes:
         names: Of each device, with its memory where that is known.
-        backend: The backend of ``torch.distributed`` for them, "" where torch has none.
+        backend: What people call the backend of ``torch.distributed`` for them, as "NCCL"; ""
+            where torch has none.
         remark: Why nobody knows, "" where that is known.
     """
 
@@ -44,23 +45,23 @@ def devices(env: Mapping[str, str], torch: str, seconds: float) -> Devices:
         seconds: How long either may take.
     """
     if listed := gpu_names(env, seconds):
-        return Devices(tuple(listed), "nccl")
-    if not may_know(torch, platform.system(), bool(entry_points(group=PLUG_INS))):
+        return Devices(tuple(listed), "NCCL")
+    if not may_know(torch, IS_LINUX, bool(entry_points(group=PLUG_INS))):
         return Devices()
     return told(env, seconds)
 
 
-def may_know(torch: str, system: str, has_plug_ins: bool) -> bool:
+def may_know(torch: str, is_linux: bool, has_plug_ins: bool) -> bool:
     """Whether torch may know devices that are none of NVIDIA's.
 
     Args:
         torch: Its version, as "2.13.0+rocm7.1".
-        system: As `platform.system` calls it.
+        is_linux: Whether this is Linux.
         has_plug_ins: Whether other packages bring devices.
     """
     build = torch.partition("+")[2]
     is_other = bool(build) and not build.startswith(("cpu", "cu"))  # the plain build is for CUDA
-    return has_plug_ins or system == "Darwin" or is_other
+    return has_plug_ins or not is_linux or is_other
 
 
 def told(env: Mapping[str, str], seconds: float) -> Devices:
@@ -92,7 +93,7 @@ def tell() -> None:
 
     kind, found = accelerators()
     names = [f"{name}, {amount(memory)}" if memory else name for name, memory in found]
-    print(json.dumps({"names": names, "backend": group_backend(kind) or ""}), flush=True)
+    print(json.dumps({"names": names, "backend": (group_backend(kind) or "").upper()}), flush=True)
 
 
 def gpu_names(env: Mapping[str, str], seconds: float) -> list[str]:

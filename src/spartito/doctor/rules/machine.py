@@ -143,9 +143,9 @@ def gpus(findings: Findings) -> Verdicts:
         advice = "Where they are missing, look at the driver, and at CUDA_VISIBLE_DEVICES."
         yield Verdict("GPUs", "warning", what, advice)
     for backend in sorted({findings.facts[task].backend for task, had in trains.items() if had}):
-        what = f"{backend.upper()} between the GPUs is not checked"
+        what = f"{backend} between the GPUs is not checked"
         none = "torch has no process group for these devices: tensors go through the host's memory"
-        yield Verdict(backend.upper() or "devices", "note", what if backend else none)
+        yield Verdict(backend or "devices", "note", what if backend else none)
 
 
 def _by(findings: Findings, key: Callable[[Facts], str]) -> dict[str, list[str]]:
