@@ -222,6 +222,9 @@ def test_another_processor_is_told_once_and_what_it_costs(monkeypatch: pytest.Mo
 
 def test_memory_is_shared_where_there_are_fences(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fences.fences_of("x86_64") is not None
+    assert fences.fences_of("aarch64") is None
+    assert f"{fences.ENV_ARM}=1 asks" in fences.why_none("aarch64")
+    monkeypatch.setenv(fences.ENV_ARM, "1")
     if (here := fences.fences_of("aarch64")) is None:
         skip("case", f"no {fences.LIBRARY} here")
     for fence in (here.release, here.acquire, here.full):

@@ -17,6 +17,7 @@ inside.
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import threading
 from collections.abc import Callable
@@ -30,6 +31,8 @@ Fence = Callable[[], object]
 X86 = frozenset({"x86_64", "amd64"})
 ARM = frozenset({"aarch64", "arm64"})
 LIBRARY = "libatomic.so.1"
+ENV_ARM = "SPARTITO_ARM_MEMORY"
+"""Set to 1, tasks share memory on ARM, on which no fence of ours has been run yet."""
 _ACQUIRE, _RELEASE, _ALL = 2, 3, 5
 """``memory_order`` of C11."""
 
@@ -60,7 +63,8 @@ def fences_of(machine: str) -> Fences | None:
     """
     if machine.lower() in X86:
         return Fences(_nothing, _nothing, _locked)
-    if machine.lower() in ARM and (fence := _of_c11()) is not None:
+    asked = os.environ.get(ENV_ARM) == "1"
+    if machine.lower() in ARM and asked and (fence := _of_c11()) is not None:
         return Fences(*(partial(fence, order) for order in (_RELEASE, _ACQUIRE, _ALL)))
     return None
 
@@ -71,11 +75,11 @@ def why_none(machine: str) -> str:
     Args:
         machine: As `platform.machine` calls it.
     """
-    if machine.lower() in ARM:
-        return (
-            f"memory is shared on {machine} where {LIBRARY} (package libatomic1) is, and it is not"
-        )
-    return f"memory is shared on x86-64 and ARM only, and this is {machine}"
+    if machine.lower() not in ARM:
+        return f"memory is shared on x86-64 and ARM only, and this is {machine}"
+    if os.environ.get(ENV_ARM) != "1":
+        return f"memory is shared on {machine} only where {ENV_ARM}=1 asks for it, untried as it is"
+    return f"memory is shared on {machine} where {LIBRARY} (package libatomic1) is, and it is not"
 
 
 def _nothing() -> None:
