@@ -79,7 +79,7 @@ def many() -> list[tuple[str, str]]:
     Path("pictures").mkdir()
     for tool in KEPT:
         whole: dict[str, Any] = {"workers": 2, "out": KEPT[tool], "image": "a.example/b:1"}
-        data = Path("pictures" if tool == "sky" else "/mnt/pictures")
+        data = "pictures" if tool == "sky" else "/mnt/pictures"
         found.append((tool, text_of(tool, "train.py", "a 'b'\n c", "${x}", data=data, **whole)))
         found.append((tool, text_of(tool, data="https://e.example/a b.tgz", **whole)))
     found.append(("sky", text_of("sky", data="gs://d", out=KEPT["sky"], restarts=2)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -217,6 +218,8 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         """Check what needs no knowledge of where the tasks run; raises `UserError`."""
+        if self.data is not None:
+            object.__setattr__(self, "data", os.fspath(self.data))  # a path is as good as its text
         if self.ports is not None:
             parse_range(self.ports, "--ports")
         if self.workers is not None and self.workers < 1:
