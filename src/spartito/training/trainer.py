@@ -44,6 +44,7 @@ from spartito.training.run_folder import RunFolder, check_task
 from spartito.training.saving import Saves
 from spartito.training.schedule import Schedule, SchedulerLike, make_scheduler
 from spartito.training.shared_strategies import with_its_pair
+from spartito.training.step_profile import is_wanted, profile_and_end
 from spartito.training.train_modes import Modes, evaluating
 from spartito.training.write_refusals import what_is_lost
 from spartito.urls import is_remote, local_path
@@ -224,6 +225,8 @@ class Trainer:
         check_documents(unwrap(self.model), chain, self.strategy.num_replicas)
         if steps_per_epoch is None and chain.repeats is None:
             raise UserError("data that repeats without end", "Give steps_per_epoch.")
+        if is_wanted():
+            profile_and_end(self, chain)
         apart = self.coordination.job.has_evaluator and validation_data is not None
         self.left_to_evaluator = apart and not self.coordination.is_evaluator
         self.schedule.check_figures(

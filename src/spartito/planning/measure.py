@@ -1,0 +1,215 @@
+"""Takes a profile: one process trains for some seconds, then two exchange."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from spartito.cluster.resolver import check_alone
+from spartito.errors import UserError
+from spartito.launch.job import Program
+from spartito.launch.processes.local import Position, environments
+from spartito.names import (
+    ENV_EPOCHS,
+    ENV_PROFILE,
+    ENV_RUN_DIR,
+    ENV_STRATEGY,
+    ENV_STRATEGY_OPTIONS,
+)
+from spartito.planning import probe
+from spartito.planning.profile import Line, Profile, source_of
+from spartito.system.capacity import memory_limit
+from spartito.wire.ports import free_port
+
+NOT_INHERITED = ("TF_CONFIG", ENV_EPOCHS, ENV_STRATEGY, ENV_STRATEGY_OPTIONS, "OMP_NUM_THREADS")
+LIMIT = 600.0
+"""Seconds until the first step and the measurements are over: data sets may take long to open."""
+LAST = 10.0
+"""Seconds that a script may take to end, once the profile is there."""
+LINES = 15
+"""Lines of a script's stderr that an error shows."""
+
+
+def take_profile(
+    program: Program, data: str | None = None, batch_size: int | None = None
+) -> Profile:
+    """Profile a script or a recipe on this machine.
+
+    Args:
+        program: What trains.
+        data: A recipe's data.
+        batch_size: A recipe's global batch size.
+
+    Returns:
+        The profile.
+
+    Raises:
+        UserError: It fails, or never calls `fit`.
+    """
+    check_alone(os.environ, "spartito plan")
+    base = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+    with tempfile.TemporaryDirectory(prefix="spartito-plan-") as name:
+        folder = Path(name)
+        steps = _steps(program, data, batch_size, folder, base)
+        exchanges = _exchanges(folder, base)
+    return profile_of(program, steps, exchanges)
+
+
+def profile_of(program: Program, steps: Mapping[str, Any], exchanges: Mapping[str, Any]) -> Profile:
+    """What was measured, as a profile.
+
+    Args:
+        program: What was profiled.
+        steps: As `spartito.training.step_profile` writes them.
+        exchanges: As `spartito.planning.probe` does.
+
+    Returns:
+        The profile.
+    """
+    sockets = Line.through([(x, y) for x, y in exchanges["sockets"]])
+    shared = Line.through([(x, y) for x, y in exchanges.get("memory", exchanges["sockets"])])
+    kept = steps["activations"]
+    taken = {"model", "samples", "parts", "mesh", "batch_size", "examples", "steps_per_epoch"}
+    taken |= {"accumulate", "tokens_per_example", "example_bytes", "device", "base_memory"}
+    return Profile.of(
+        {name: value for name, value in steps.items() if name in taken}
+        | {
+            "target": program.title,
+            "source": source_of(program.script, program.arguments),
+            "spartito": version("spartito"),
+            "torch": version("torch"),
+            "activations": kept["bytes"] / max(1, kept["batch"]),
+            "machine": {
+                "cores": steps["cores"],
+                "memory": memory_limit(),
+                "shared": {"start": shared.start, "each": shared.each},
+                "sockets": {"start": sockets.start, "each": sockets.each},
+                "contention": exchanges["contention"],
+                "disk": exchanges["disk"],
+                "start": steps["started"],
+            },
+        }
+    )
+
+
+def _steps(
+    program: Program,
+    data: str | None,
+    batch_size: int | None,
+    folder: Path,
+    base: Mapping[str, str],
+) -> dict[str, Any]:
+    """What the training's own process writes down before its first epoch."""
+    program.check()
+    words = program.argv(out=str(folder / "run"), data=data)
+    if program.kind == "recipe" and batch_size is not None:
+        words = (*words, f"--batch-size={batch_size}")
+    file = folder / "steps.json"
+    env = {
+        **base,
+        ENV_PROFILE: str(file),
+        ENV_RUN_DIR: str(folder / "run"),
+        ENV_STRATEGY: "one_device",
+    }
+    _say(f"profiling {program.title}: one process trains for some seconds")
+    began = time.monotonic()
+    code, said = _run([sys.executable, *words], env, until=file)
+    if not file.exists():
+        if code == 0:
+            raise UserError(
+                f"{program.title} ended without training: it never calls Trainer.fit",
+                "A plan measures the steps of fit; a loop of your own has to be compared: "
+                "spartito compare.",
+            )
+        last = "\n".join(said.strip().splitlines()[-LINES:])
+        raise UserError(
+            f"{program.title} ended with exit code {code} before it trained:\n{last}",
+            "It has to train in one process: python " + " ".join(words),
+        )
+    found: dict[str, Any] = json.loads(file.read_text())
+    whole = time.monotonic() - began
+    return {**found, "started": max(0.0, whole - found["seconds"])}
+
+
+def _exchanges(folder: Path, base: Mapping[str, str]) -> dict[str, Any]:
+    """What two processes find out about the machine."""
+    _say("measuring how two processes of this machine exchange")
+    file = folder / "exchanges.json"
+    told = environments(dict(base), Position(0, 1, "127.0.0.1", free_port()), 2)
+    words = [sys.executable, str(Path(probe.__file__)), str(file)]
+    tasks = [
+        subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        for env in told
+    ]
+    said = ""
+    try:
+        for task in tasks:
+            said += task.communicate(timeout=2 * probe.LIMIT)[1].decode(errors="replace")
+    except subprocess.TimeoutExpired as error:
+        raise UserError(
+            "two processes of this machine did not exchange in time", "Try spartito doctor."
+        ) from error
+    finally:
+        for task in tasks:
+            _end(task)
+    if not file.exists():
+        last = "\n".join(said.strip().splitlines()[-LINES:])
+        raise UserError(
+            f"two processes of this machine could not exchange:\n{last}", "Try spartito doctor."
+        )
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def _run(words: Sequence[str], env: Mapping[str, str], until: Path) -> tuple[int, str]:
+    """A program's exit code and stderr; it is ended soon after the file is there."""
+    with tempfile.TemporaryFile() as stderr:
+        task = subprocess.Popen(
+            words,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            start_new_session=True,
+        )
+        began, there = time.monotonic(), None
+        try:
+            while task.poll() is None:
+                with suppress(subprocess.TimeoutExpired):
+                    task.wait(0.1)
+                now = time.monotonic()
+                there = now if there is None and until.exists() else there
+                if there is not None and now - there > LAST:
+                    break
+                if now - began > LIMIT:
+                    raise UserError(
+                        f"it did not come to an end within {LIMIT:.0f} s",
+                        "Give it less data, or a profile: --profile p.json.",
+                    )
+        finally:
+            _end(task)
+        stderr.seek(0)
+        return task.returncode, stderr.read().decode(errors="replace")
+
+
+def _end(task: subprocess.Popen[bytes]) -> None:
+    if task.poll() is None:
+        task.terminate()
+        try:
+            task.wait(LAST)
+        except subprocess.TimeoutExpired:
+            task.kill()
+            task.wait()
+
+
+def _say(text: str) -> None:
+    print(f"spartito: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,386 @@
+"""What the steps of a training take, measured before the first one: for `spartito plan`.
+
+``SPARTITO_PROFILE`` names the file. `fit` then trains for some seconds on the user's own data, at
+two local batch sizes and with one thread and all of them, writes down what that took, and ends the
+process. No callback is called, so nothing of the user's is written.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from msgspec import structs
+from torch import Tensor, nn
+
+from spartito.data.batch import Batch
+from spartito.data.dataset import Dataset
+from spartito.data.loader import Loader
+from spartito.data.placing import Placing
+from spartito.engine.optimizers import optimizer_parameters, unwrap
+from spartito.errors import UserError
+from spartito.log import note
+from spartito.mesh import placing
+from spartito.mesh.axes import Mesh
+from spartito.mesh.describe import describe
+from spartito.mesh.layout import DEFAULT, Layout
+from spartito.names import ENV_PROFILE
+from spartito.report.lines import line_of
+from spartito.storage.atomic import write_file_atomically
+from spartito.system import resident_memory
+from spartito.system.capacity import available_cores
+from spartito.training.metrics.gathering import MetricSet
+
+if TYPE_CHECKING:
+    from spartito.training.trainer import Trainer
+
+SECONDS = 9.0
+"""Of all measurements together, where a step is short."""
+ROUNDS = 3
+"""Each setting is measured so often, in turns: what disturbs the machine disturbs all of them."""
+LEAST = 2
+"""Steps of a setting in a round, however long they take."""
+WARM_UP = 3
+DIVISIONS = 4
+"""The second batch size is the first one divided by this, or by what it allows."""
+AXES = (2, 4, 8)
+"""Tasks among which tensors are cut, for the strategy mesh."""
+MOST_PARTS = 512
+
+
+def is_wanted() -> bool:
+    """Whether this process is there to be measured."""
+    return bool(os.environ.get(ENV_PROFILE))
+
+
+def profile_and_end(trainer: Trainer, chain: Dataset) -> NoReturn:
+    """Measure, write the file that ``SPARTITO_PROFILE`` names, and end the process.
+
+    Args:
+        trainer: Whose `fit` begins.
+        chain: What it would train on.
+
+    Raises:
+        UserError: Several tasks are there, or the batches are too small.
+        SystemExit: With 0, when the file is there.
+    """
+    if trainer.coordination.cluster.world_size > 1:
+        raise UserError(f"{ENV_PROFILE} in a job of several tasks", "Profile one process.")
+    began = time.time()
+    found = _Profiler(trainer, chain).record()
+    found["seconds"] = time.time() - began
+    write_file_atomically(Path(os.environ[ENV_PROFILE]), line_of(found) + "\n")
+    sys.exit(0)
+
+
+@dataclass
+class _Sample:
+    """The steps of one setting."""
+
+    threads: int
+    batch: int
+    times: dict[str, list[float]] = field(default_factory=dict)
+    rounds: list[float] = field(default_factory=list)
+
+    def add(self, times: dict[str, float]) -> None:
+        for name, value in times.items():
+            self.times.setdefault(name, []).append(value)
+
+    def record(self) -> dict[str, Any]:
+        """Means of what a part takes: a step that sometimes waits, waits in the mean.
+
+        The largest tenth is left out: other programs of this machine are no part of the training.
+        """
+        whole = [sum(values) for values in zip(*self.times.values(), strict=True)]
+        limit = quantiles(whole, n=10)[-1] if len(whole) > 1 else whole[0]
+        kept = [index for index, value in enumerate(whole) if value <= limit]
+        means = {
+            name: sum(values[index] for index in kept) / len(kept)
+            for name, values in self.times.items()
+        }
+        middle = median(whole)
+        low, _, high = quantiles(whole, n=4) if len(whole) > 1 else (middle,) * 3
+        return {
+            "threads": self.threads,
+            "batch": self.batch,
+            **means,
+            "steps": len(whole),
+            "deviation": (high - low) / 1.349 / middle,
+            "between_rounds": (max(self.rounds) - min(self.rounds)) / median(self.rounds),
+        }
+
+
+class _Profiler:
+    """Runs steps as the training loop does, and looks at the parts of each."""
+
+    def __init__(self, trainer: Trainer, chain: Dataset) -> None:
+        self._trainer, self._chain = trainer, chain
+        self._engine: Any = trainer.strategy.engine
+        self._model = unwrap(trainer.model)
+        self._metrics = MetricSet(trainer.metrics)
+        self._spent: dict[str, float] = {}
+        self._device = self._engine.team.device
+        self._base = resident_memory() - sum(map(_nbytes, self._model.parameters()))
+
+    def record(self) -> dict[str, Any]:
+        """All that a plan wants to know."""
+        trainer, chain, cores = self._trainer, self._chain, available_cores()
+        trainer.modes.begin(trainer.model, False)
+        size = chain.batch_size
+        divisions = 1 if size is None else next(d for d in (DIVISIONS, 3, 2, 1) if size >= d)
+        settings = [(threads, d) for threads in sorted({1, cores}) for d in sorted({1, divisions})]
+        with torch.enable_grad(), self._watched():
+            samples = self._samples(settings)
+            batch = next(self._batches(1))
+            torch.set_num_threads(1)  # parts are compared with each other alone
+            kept = self._activations(batch)
+            parts = self._parts(batch)
+        learned = optimizer_parameters(trainer.optimizer)
+        parameters, buffers = list(self._model.parameters()), list(self._model.buffers())
+        state = [t for held in trainer.optimizer.state.values() for t in _tensors(held)]
+        names = [[name, list(p.shape), str(p.dtype)] for name, p in self._model.named_parameters()]
+        return {
+            "model": {
+                "name": type(self._model).__name__,
+                "fingerprint": zlib.crc32(repr(names).encode()),
+                "parameters": sum(map(_nbytes, parameters)),
+                "gradients": sum(map(_nbytes, learned)),
+                "tensors": len(learned),
+                "largest_tensor": max(map(_nbytes, learned), default=0),
+                "buffers": sum(map(_nbytes, buffers)),
+                "optimizer": sum(map(_nbytes, state)),
+                "optimizer_name": type(trainer.optimizer).__name__,
+            },
+            "batch_size": size or batch.size,
+            "examples": chain.examples,
+            "steps_per_epoch": trainer.steps_per_epoch or chain.steps_per_epoch,
+            "accumulate": self._engine.team.pairs.only.accumulate,
+            "tokens_per_example": _tokens(batch),
+            "example_bytes": sum(map(_nbytes, _tensors(batch.data))) / max(1, batch.size),
+            "device": self._device.type,
+            "cores": cores,
+            "base_memory": max(0, self._base),
+            "activations": kept,
+            "samples": [sample.record() for sample in samples],
+            "parts": parts,
+            "mesh": {str(size): found for size in AXES if (found := self._along(size, batch))},
+        }
+
+    def _batches(self, divisions: int) -> Generator[Batch]:
+        """The first data shard of so many, as a replica reads it."""
+        chain = self._chain
+        loader = Loader(chain, (0, divisions), self._trainer.seed, Placing(self._device))
+        move = loader._placing.move if loader._placing.moves else None
+        for batch in loader.endless():
+            yield batch if move is None else structs.replace(batch, data=move(batch.data))
+
+    def _samples(self, settings: list[tuple[int, int]]) -> list[_Sample]:
+        before = torch.get_num_threads()
+        streams = {divisions: self._batches(divisions) for _, divisions in settings}
+        samples = {(threads, d): _Sample(threads, 0) for threads, d in settings}
+        try:
+            began = time.perf_counter()
+            for stream in streams.values():
+                for _ in range(WARM_UP):
+                    self._step(stream)
+                    if time.perf_counter() - began > SECONDS / WARM_UP:
+                        break
+            began = time.perf_counter()
+            for number in range(ROUNDS):
+                if time.perf_counter() - began > SECONDS:
+                    break
+                note("measures steps: round %d of %d", number + 1, ROUNDS)
+                for (threads, divisions), sample in samples.items():
+                    torch.set_num_threads(threads)
+                    self._step(streams[divisions])
+                    own = _Sample(threads, 0)
+                    until = time.perf_counter() + SECONDS / ROUNDS / len(samples)
+                    while len(own.times.get("input", ())) < LEAST or time.perf_counter() < until:
+                        sample.batch, times = self._step(streams[divisions])
+                        own.add(times)
+                    for step in zip(*own.times.values(), strict=True):
+                        sample.add(dict(zip(own.times, step, strict=True)))
+                    sample.rounds.append(median(map(sum, zip(*own.times.values(), strict=True))))
+        finally:
+            torch.set_num_threads(before)
+            for stream in streams.values():
+                stream.close()
+        return list(samples.values())
+
+    def _step(self, stream: Iterator[Batch]) -> tuple[int, dict[str, float]]:
+        """One step of the training loop, and the seconds of its parts."""
+        trainer, clock = self._trainer, time.perf_counter
+        self._spent = dict.fromkeys(("forward", "passes", "update"), 0.0)
+        began = clock()
+        batch = next(stream)
+        read = clock()
+        self._engine.enter(batch)
+        result = trainer.strategy.step(batch, trainer.loss)
+        if result.output is not None:
+            self._metrics.update(result.output, batch)
+        self._synchronize()
+        whole, spent = clock() - read, self._spent
+        return batch.size, {
+            "input": read - began,
+            "forward": spent["forward"],
+            "backward": max(0.0, spent["passes"] - spent["forward"]),
+            "update": spent["update"],
+            "other": max(0.0, whole - spent["passes"] - spent["update"]),
+        }
+
+    def _synchronize(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Have the parts of a step tell how long they took."""
+        engine = self._engine
+        kept = engine.computation.train, engine.parts.exchange.optimize
+        began = [0.0]
+
+        def begin(*_: Any) -> None:
+            self._synchronize()
+            began[0] = time.perf_counter()
+
+        def end(*_: Any) -> None:
+            self._synchronize()
+            self._spent["forward"] += time.perf_counter() - began[0]
+
+        hooks = [
+            self._model.register_forward_pre_hook(begin),
+            self._model.register_forward_hook(end),
+        ]
+        engine.computation.train = self._timed("passes", kept[0])
+        engine.parts.exchange.optimize = self._timed("update", kept[1])
+        try:
+            yield
+        finally:
+            del engine.computation.train, engine.parts.exchange.optimize
+            for hook in hooks:
+                hook.remove()
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*args, **options)
+            finally:
+                self._synchronize()
+                self._spent[name] = self._spent.get(name, 0.0) + time.perf_counter() - began
+
+        return timed
+
+    def _activations(self, batch: Batch) -> dict[str, float]:
+        """Bytes that autograd keeps of a forward pass: each memory once, no parameter."""
+        own = {p.untyped_storage().data_ptr() for p in self._model.parameters()}
+        own |= {t.untyped_storage().data_ptr() for t in _tensors(batch.data)}
+        seen: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if type(tensor) is Tensor or isinstance(tensor, nn.Parameter):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in own:
+                    seen[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            self._trainer.strategy.step(batch, self._trainer.loss)
+        return {"bytes": sum(seen.values()), "batch": batch.size}
+
+    def _parts(self, batch: Batch) -> list[dict[str, Any]]:
+        """The modules in a row between which a pipeline may cut: seconds, bytes of each."""
+        modules = _in_a_row(self._model)
+        seconds = dict.fromkeys(modules, 0.0)
+        sizes = dict.fromkeys(modules, 0)
+        starts: dict[str, float] = {}
+        hooks = []
+        for name, module in modules.items():
+
+            def begin(*_: Any, name: str = name) -> None:
+                starts[name] = time.perf_counter()
+
+            def end(_: Any, __: Any, output: Any, *, name: str = name) -> None:
+                seconds[name] += time.perf_counter() - starts[name]
+                sizes[name] = sum(map(_nbytes, _tensors(output)))
+
+            hooks += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+        for _ in range(LEAST):
+            self._trainer.strategy.step(batch, self._trainer.loss)
+        for hook in hooks:
+            hook.remove()
+        return [
+            {
+                "name": name,
+                "seconds": seconds[name] / LEAST,
+                "parameters": sum(map(_nbytes, module.parameters())),
+                "output": sizes[name] / max(1, batch.size),
+            }
+            for name, module in modules.items()
+        ]
+
+    def _along(self, size: int, batch: Batch) -> dict[str, float] | None:
+        """What ``mesh(model=size)`` does to the model: bytes of a task, collectives of a step.
+
+        None where it cuts nothing, or the model cannot be looked at without values.
+        """
+        try:
+            mesh = Mesh({"data": 1, "model": size})
+            layout = Layout(tuple(rule for rule in DEFAULT if rule[1] in mesh.axes), mesh.axes)
+            planned = placing.plan(self._model, layout, {}, False)
+            found = describe(self._model, planned, layout, batch.x)
+        except (UserError, RuntimeError, TypeError, ValueError):
+            return None
+        if found.nbytes == found.whole_nbytes or not found.costs:
+            return None
+        return {
+            "parameters": found.nbytes / found.whole_nbytes,
+            "calls": sum(cost.calls for cost in found.costs),
+            "bytes": sum(cost.nbytes for cost in found.costs) / max(1, batch.size),
+        }
+
+
+def _in_a_row(model: nn.Module) -> dict[str, nn.Module]:
+    """The parts of a model by their paths: what it holds, with lists and sequences opened."""
+    found = {"": model}
+    for _ in range(4):
+        opened: dict[str, nn.Module] = {}
+        for path, module in found.items():
+            children = {f"{path}.{name}".strip("."): m for name, m in module.named_children()}
+            opens = isinstance(module, nn.Sequential | nn.ModuleList) or len(found) == 1
+            opened |= children if opens and children else {path: module}
+        if len(opened) == len(found) or len(opened) > MOST_PARTS:
+            break
+        found = opened
+    return found
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return 0 if nn.parameter.is_lazy(tensor) else tensor.numel() * tensor.element_size()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for one in value for tensor in _tensors(one)]
+    return []
+
+
+def _tokens(batch: Batch) -> int | None:
+    """Numbers of an example, where they are whole: tokens of a text."""
+    found = _tensors(batch.x)
+    if len(found) != 1 or found[0].is_floating_point() or found[0].dim() != 2:
+        return None
+    return found[0].shape[1]
