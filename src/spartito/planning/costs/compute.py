@@ -1,0 +1,81 @@
+"""What the tasks compute by themselves: a step of one device, on cores that others use, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import NormalDist
+
+from spartito.planning.costs.parts import COMPUTE, INPUT, UPDATE, Situation
+from spartito.planning.profile import PARTS
+
+
+def own_step(situation: Situation, examples: float) -> dict[str, float]:
+    """The seconds of one device's step, where all tasks of its machine make one.
+
+    The slowest kind of machine counts: who waits for each other goes at its speed.
+
+    Args:
+        situation: What is planned.
+        examples: That the task computes.
+
+    Returns:
+        Seconds by `INPUT`, `COMPUTE` and `UPDATE`.
+    """
+    found = {part: passes(situation, part, examples) for part in PARTS}
+    return {
+        INPUT: found["input"],
+        COMPUTE: found["forward"] + found["backward"] + found["other"],
+        UPDATE: found["update"],
+    }
+
+
+def passes(situation: Situation, part: str, examples: float) -> float:
+    """The seconds of a part of a step, as `own_step` has them.
+
+    Args:
+        situation: What is planned.
+        part: One of `PARTS`.
+        examples: That the task computes.
+    """
+    profile, cluster = situation.profile, situation.cluster
+    alone = profile.seconds(part, examples, cluster.threads)
+    return alone * crowding(situation) / cluster.slowest
+
+
+def crowding(situation: Situation) -> float:
+    """How many times slower a task is because others of its machine compute, too.
+
+    With more tasks than cores they take turns; with several they share caches and memory.
+    """
+    cluster = situation.cluster
+    turns = max(1.0, cluster.workers / cluster.cores)
+    together = situation.profile.machine.contention if cluster.workers > 1 else 1.0
+    return turns * together
+
+
+def slowest_of(tasks: float, deviation: float) -> float:
+    """By what part of its mean the last of so many tasks comes later (Blom 1958).
+
+    Args:
+        tasks: That begin together; their times are normal and independent.
+        deviation: Of one, as a part of its mean.
+
+    Returns:
+        0 for one task.
+    """
+    if tasks <= 1:
+        return 0.0
+    return deviation * NormalDist().inv_cdf((tasks - 0.375) / (tasks + 0.25))
+
+
+def waiting(situation: Situation, own: Mapping[str, float], tasks: float, steps: int = 1) -> float:
+    """Seconds that a task waits for the slowest of those with which it meets.
+
+    Args:
+        situation: What is planned.
+        own: What it does by itself between two meetings, by `own_step`, for one step.
+        tasks: That meet.
+        steps: From one meeting to the next.
+    """
+    deviation = situation.profile.deviation(situation.cluster.threads) / steps**0.5
+    return sum(own.values()) * slowest_of(tasks, deviation)

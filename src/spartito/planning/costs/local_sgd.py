@@ -1,0 +1,71 @@
+"""Groups that train apart and meet every so many updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from spartito.declared import Declared
+from spartito.errors import UserError
+from spartito.planning.costs.compute import own_step, waiting
+from spartito.planning.costs.exchange import all_reduce, machines_of
+from spartito.planning.costs.memory import held
+from spartito.planning.costs.parts import (
+    OTHERS,
+    UPDATE,
+    Cost,
+    Situation,
+    check_options,
+    whole_number,
+)
+
+OPTIONS = ("groups", "every")
+EVERY = 20
+"""As `LocalSGDStrategy` has it."""
+
+
+def candidates(situation: Situation) -> Iterable[Mapping[str, Any]]:
+    """As `Costs.candidates`: a group for each machine, or two, that meet often and seldom."""
+    cluster = situation.cluster
+    groups = cluster.machines if cluster.machines > 1 else 2
+    return ({"groups": groups, "every": every} for every in (EVERY, 100))
+
+
+def cost(strategy: Declared, situation: Situation) -> Cost:
+    """As `Costs.cost`: a step, with its part of a meeting."""
+    check_options(strategy, OPTIONS)
+    cluster, model = situation.cluster, situation.profile.model
+    groups = whole_number(strategy, "groups", 2)
+    every = whole_number(strategy, "every", EVERY)
+    if groups > cluster.tasks:
+        raise UserError(
+            f"{groups} groups of {cluster.tasks} workers", "Each group has one worker or more."
+        )
+    members = -(-cluster.tasks // groups)
+    near = machines_of(situation, members)
+    own = own_step(situation, situation.local_batch)
+    if near == 1 and cluster.workers >= members:
+        own[UPDATE] /= members
+    inside = all_reduce(situation, model.gradients, members, near)
+    inside *= 1 / situation.profile.accumulate
+    apart = min(groups, cluster.machines)
+    meeting = all_reduce(situation, model.parameters, max(groups, apart), apart)
+    copies = situation.profile.machine.shared.each * 2 * model.parameters
+    exchange = inside + meeting * (1 / every)
+    seconds = {**own, **exchange.seconds}
+    seconds["memory"] += copies / every
+    seconds[OTHERS] = waiting(situation, own, members) + waiting(
+        situation, own, groups, every
+    )
+    memory = held(
+        situation,
+        situation.local_batch,
+        parameters=2.0,
+        optimizer=1 / members if near == 1 else 1.0,
+        exchange=model.gradients * (1 + (members > 1)),
+    )
+    said = (
+        f"{groups} models drift apart for {every} updates, which are of "
+        f"{situation.batch / groups:.3g} examples: the goal may take more of them",
+    )
+    return Cost(seconds, memory, exchange.sent, situation.batch, said)

@@ -1,0 +1,40 @@
+"""Bytes of a task, by what they hold."""
+
+from __future__ import annotations
+
+from spartito.planning.costs.parts import Situation
+
+PROGRAM, PARAMETERS, GRADIENTS = "program and data", "parameters", "gradients"
+OPTIMIZER, ACTIVATIONS, BUFFERS = "optimizer", "activations", "exchange"
+
+
+def held(
+    situation: Situation,
+    examples: float,
+    *,
+    parameters: float = 1.0,
+    gradients: float = 1.0,
+    optimizer: float = 1.0,
+    activations: float = 1.0,
+    exchange: float = 0.0,
+) -> dict[str, float]:
+    """What a task has in memory.
+
+    Args:
+        situation: What is planned.
+        examples: Of its batch.
+        parameters: The part of all parameters that it has.
+        gradients: Of the gradients.
+        optimizer: Of the optimizer's state.
+        activations: Of what autograd keeps of such a batch.
+        exchange: Bytes for what others send, and it sends.
+    """
+    profile, model = situation.profile, situation.profile.model
+    return {
+        PROGRAM: profile.base_memory,
+        PARAMETERS: model.parameters * parameters + model.buffers,
+        GRADIENTS: model.gradients * gradients,
+        OPTIMIZER: model.optimizer * optimizer,
+        ACTIVATIONS: (profile.activations + 2 * profile.example_bytes) * examples * activations,
+        BUFFERS: exchange,
+    }

@@ -1,0 +1,75 @@
+"""Tensors cut along the axis "model" of a mesh, with replicas along "data"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from spartito.declared import Declared
+from spartito.errors import UserError
+from spartito.names import divisors
+from spartito.planning.costs.compute import own_step, waiting
+from spartito.planning.costs.exchange import all_reduce, machines_of
+from spartito.planning.costs.memory import held
+from spartito.planning.costs.parts import (
+    COMPUTE,
+    OTHERS,
+    UPDATE,
+    Cost,
+    Situation,
+    check_options,
+    whole_number,
+)
+
+OPTIONS = ("model",)
+
+
+def candidates(situation: Situation) -> Iterable[Mapping[str, Any]]:
+    """As `Costs.candidates`: each size of the axis that was looked at."""
+    tasks = situation.cluster.tasks
+    found = [{"model": size} for size in situation.profile.mesh if tasks % size == 0]
+    return found or ({},)
+
+
+def cost(strategy: Declared, situation: Situation) -> Cost:
+    """As `Costs.cost`; the collectives of the forward and backward pass were counted."""
+    check_options(strategy, OPTIONS)
+    cluster, profile = situation.cluster, situation.profile
+    size = whole_number(strategy, "model", cluster.tasks)
+    if cluster.tasks % size:
+        raise UserError(
+            f"model={size} in a job of {cluster.tasks} tasks",
+            f"It divides the number of tasks: {divisors(cluster.tasks)}.",
+        )
+    along = profile.mesh.get(size)
+    if along is None:
+        known = ", ".join(map(str, profile.mesh)) or "no number"
+        raise UserError(
+            f"mesh with model={size}: the layout cuts this model for {known} of tasks",
+            "Take one of these, or see MeshStrategy.describe.",
+        )
+    replicas = cluster.tasks // size
+    examples = situation.batch / replicas
+    own = own_step(situation, examples)
+    cut = min(1.0, (1 - along.parameters) / (1 - 1 / size)) if size > 1 else 0.0
+    own[COMPUTE] *= 1 - cut + cut / size
+    own[UPDATE] *= along.parameters
+    near = machines_of(situation, size)
+    each = along.bytes * examples / max(1, along.calls)
+    inside = all_reduce(situation, each, size, near) * along.calls
+    gradients = profile.model.gradients * along.parameters
+    apart = replace(situation, cluster=replace(cluster, workers=max(1, cluster.workers // size)))
+    summed = all_reduce(apart, gradients, replicas, min(replicas, cluster.machines // near))
+    summed *= 1 / profile.accumulate
+    exchange = inside + summed * min(size, cluster.workers)
+    memory = held(
+        situation,
+        examples,
+        parameters=along.parameters,
+        gradients=along.parameters,
+        optimizer=along.parameters,
+        exchange=gradients,
+    )
+    waits = {OTHERS: waiting(situation, own, cluster.tasks)}
+    return Cost({**own, **exchange.seconds, **waits}, memory, exchange.sent, situation.batch)

@@ -1,0 +1,143 @@
+"""What a cost is computed of, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from spartito.declared import Declared
+from spartito.errors import UserError
+from spartito.names import nearest
+from spartito.planning.cluster import Cluster
+from spartito.planning.profile import Profile
+
+INPUT, COMPUTE, UPDATE = "input", "compute", "update"
+MEMORY, LINK, OTHERS = "memory", "link", "others"
+STAGES, SERVERS = "stages", "servers"
+WAITS: Mapping[str, str] = {
+    INPUT: "reads its data",
+    COMPUTE: "computes",
+    UPDATE: "updates",
+    MEMORY: "exchanges inside of a machine",
+    LINK: "waits for the link",
+    OTHERS: "waits for the slowest task",
+    STAGES: "waits for other stages",
+    SERVERS: "waits for the servers",
+}
+"""What a task does in the parts of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What is planned: a training that was profiled, on a cluster, with a global batch size."""
+
+    profile: Profile
+    cluster: Cluster
+    batch: int
+
+    @property
+    def local_batch(self) -> float:
+        """The examples of a task, where each has a replica."""
+        return self.batch / self.cluster.tasks
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a step takes.
+
+    Attributes:
+        seconds: By what a task does then, of `WAITS`.
+        memory: Bytes of the task with the most, by what they hold.
+        sent: Bytes that the busiest machine sends over its line for each update.
+        examples: Trained on in these seconds, over all tasks.
+        said: What a closed form cannot know of it.
+    """
+
+    seconds: Mapping[str, float]
+    memory: Mapping[str, float]
+    sent: float
+    examples: float
+    said: tuple[str, ...] = field(default=())
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        return sum(self.seconds.values())
+
+    @property
+    def rate(self) -> float:
+        """Examples a second."""
+        return self.examples / self.step
+
+    @property
+    def efficiency(self) -> float:
+        """The part of a step in which a task does what one device would do."""
+        own = sum(self.seconds.get(name, 0.0) for name in (INPUT, COMPUTE, UPDATE))
+        return own / self.step
+
+    @property
+    def limit(self) -> str:
+        """What a step is spent on most, beside its computation if that is not most of it."""
+        waits = {name: s for name, s in self.seconds.items() if name not in (COMPUTE, UPDATE)}
+        worst = max(waits, key=lambda name: waits[name], default=COMPUTE)
+        if waits.get(worst, 0.0) < 0.1 * self.step:
+            worst = max(self.seconds, key=lambda name: self.seconds[name])
+        return f"{WAITS[worst]} {self.seconds[worst] / self.step:.0%} of a step"
+
+    @property
+    def bytes(self) -> float:
+        """Memory of a task, all of it."""
+        return sum(self.memory.values())
+
+
+class Costs(Protocol):
+    """The costs of one kind of strategy: a module of this package, or an object like one."""
+
+    OPTIONS: tuple[str, ...]
+    """What it knows the cost of, of a strategy's options."""
+
+    def candidates(self, situation: Situation) -> Iterable[Mapping[str, Any]]:
+        """Options that are worth a line of the table."""
+        ...
+
+    def cost(self, strategy: Declared, situation: Situation) -> Cost:
+        """What a step takes; `UserError` where it cannot be."""
+        ...
+
+
+def check_options(strategy: Declared, known: Iterable[str]) -> None:
+    """Refuse options whose cost nobody knows.
+
+    Args:
+        strategy: What the user named.
+        known: What there is a cost for.
+
+    Raises:
+        UserError: It has others.
+    """
+    for option in strategy.options:
+        if option not in known:
+            raise UserError(
+                f"a plan does not know what {option}={strategy.options[option]} costs",
+                f"{nearest(option, known) if list(known) else 'Leave it out.'} "
+                "Or run it: spartito compare.",
+            )
+
+
+def whole_number(strategy: Declared, option: str, default: int, least: int = 1) -> int:
+    """An option that is a whole number.
+
+    Args:
+        strategy: Whose it is.
+        option: Its name.
+        default: Where it is not given.
+        least: What it is at least.
+
+    Raises:
+        UserError: It is something else.
+    """
+    value = strategy.options.get(option, default)
+    if type(value) is not int or value < least:
+        raise UserError(f"{strategy.name}: {option}={value!r}", f"It is {least} or more.")
+    return value

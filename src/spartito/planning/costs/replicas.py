@@ -1,0 +1,61 @@
+"""Replicas with the whole model, which sum their gradients in every step; and one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from spartito.declared import Declared
+from spartito.planning.costs.compute import own_step, waiting
+from spartito.planning.costs.exchange import all_gather, all_reduce
+from spartito.planning.costs.memory import held
+from spartito.planning.costs.parts import OTHERS, UPDATE, Cost, Situation, check_options
+
+OPTIONS: tuple[str, ...] = ()
+
+
+def candidates(situation: Situation) -> Iterable[Mapping[str, Any]]:
+    """As `Costs.candidates`: as it is."""
+    return ({},)
+
+
+def cost(strategy: Declared, situation: Situation) -> Cost:
+    """As `Costs.cost`.
+
+    On one machine replicas divide the update, and the optimizer's state exists once.
+    """
+    check_options(strategy, OPTIONS)
+    if strategy.name == "one_device":
+        return _one_device(situation)
+    cluster, model = situation.cluster, situation.profile.model
+    examples, tasks = situation.local_batch, cluster.tasks
+    own = own_step(situation, examples)
+    is_one_machine = cluster.machines == 1
+    if is_one_machine:
+        own[UPDATE] /= tasks
+    one_copy = strategy.name == "central_storage"
+    summing = all_gather if one_copy else all_reduce
+    exchange = summing(situation, model.gradients, tasks, cluster.machines)
+    exchange *= 1 / situation.profile.accumulate
+    part = 1 / tasks if is_one_machine else 1.0
+    memory = held(
+        situation,
+        examples,
+        parameters=1 / tasks if one_copy else 1.0,
+        optimizer=part,
+        exchange=model.gradients,
+    )
+    waits = {OTHERS: waiting(situation, own, tasks)}
+    return Cost({**own, **exchange.seconds, **waits}, memory, exchange.sent, situation.batch)
+
+
+def _one_device(situation: Situation) -> Cost:
+    """One task has all cores of one machine, and the whole batch."""
+    cluster = situation.cluster
+    fastest = max(cluster.kinds, key=lambda kind: kind.speed * kind.cores)
+    alone = replace(
+        situation, cluster=replace(cluster, kinds=(replace(fastest, count=1),), workers=1)
+    )
+    own = own_step(alone, situation.batch)
+    return Cost(own, held(alone, situation.batch), 0.0, situation.batch)

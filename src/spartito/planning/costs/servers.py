@@ -1,0 +1,97 @@
+"""Asynchronous workers over parameter servers: a closed network of queues.
+
+A worker pulls the values, computes its part of a batch, and pushes gradients; each server serves
+one push after the other. Exact mean value analysis (Reiser and Lavenberg 1980) gives the time in
+the queue. Cores that servers and workers use together limit the rate, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from spartito.declared import Declared
+from spartito.planning.costs.compute import own_step
+from spartito.planning.costs.exchange import message
+from spartito.planning.costs.memory import held
+from spartito.planning.costs.parts import (
+    LINK,
+    MEMORY,
+    SERVERS,
+    UPDATE,
+    Cost,
+    Situation,
+    check_options,
+)
+
+OPTIONS: tuple[str, ...] = ()
+
+
+def candidates(situation: Situation) -> Iterable[Mapping[str, Any]]:
+    """As `Costs.candidates`: asynchronous, without a bound."""
+    return ({},)
+
+
+def cost(strategy: Declared, situation: Situation) -> Cost:
+    """As `Costs.cost`: a step is one push of every worker."""
+    check_options(strategy, OPTIONS)
+    cluster, model, machine = (
+        situation.cluster,
+        situation.profile.model,
+        situation.profile.machine,
+    )
+    tasks, servers = cluster.tasks, cluster.ps
+    own = own_step(situation, situation.local_batch)
+    update = own.pop(UPDATE)
+    crosses = cluster.machines > 1
+    push = message(situation, model.gradients, crosses)
+    pull = message(situation, model.parameters, crosses)
+    moved = push + pull
+    work = update + machine.shared.each * (model.gradients + model.parameters)
+    served = work / servers
+    if cluster.link is not None and crosses:  # the servers' line, in both directions at once
+        largest = max(model.gradients, model.parameters)
+        served = max(served, largest / servers * 8 / cluster.link.rate)
+    own[MEMORY], own[LINK] = moved.memory, moved.link
+    cycle = sum(own.values()) * cluster.slowest / cluster.mean_speed
+    queue = queueing(tasks, cycle, served)
+    busy = (sum(own.values()) - moved.link) * tasks / cluster.machines + work * tasks
+    crowded = max(0.0, busy / cluster.cores - cycle - queue) if cluster.machines == 1 else 0.0
+    found = {**own, SERVERS: queue + crowded}
+    memory = held(
+        situation,
+        situation.local_batch,
+        optimizer=0.0,
+        exchange=2 * model.gradients,
+    )
+    server = held(
+        situation, 0, parameters=1 / servers, gradients=2 / servers, optimizer=1 / servers
+    )
+    said = (
+        f"a push is about {tasks - 1} updates stale, and is an update of "
+        f"{situation.local_batch:.3g} examples: the goal may take more of them",
+    )
+    sent = max(push.sent * cluster.workers, pull.sent * tasks / servers)
+    largest_task = max(memory, server, key=lambda each: sum(each.values()))
+    return Cost(found, largest_task, sent / max(1, tasks), situation.batch, said[: tasks > 1])
+
+
+def queueing(tasks: int, cycle: float, served: float) -> float:
+    """Seconds that a push is at the servers, waiting and served, by mean value analysis.
+
+    A push goes to all servers at once, each of which has its part: they are as one queue.
+
+    Args:
+        tasks: Workers, each with one push on its way at most.
+        cycle: Seconds of a worker from a reply to its next push.
+        served: Seconds of a server for a push.
+
+    Returns:
+        The seconds.
+    """
+    waiting, response = 0.0, served
+    for number in range(1, tasks + 1):
+        response = served * (1 + waiting)
+        waiting = number * response / (cycle + response) if cycle + response else 0.0
+    return response
+
