@@ -54,7 +54,7 @@ LAYERS = [
     {"report"},
     {"training"},
     {"launch", "models", "recipes"},
-    {"comparison", "doctor", "chaos"},
+    {"comparison", "doctor", "chaos", "planning"},
     {"cli", "__main__"},
     {"extend"},
 ]
@@ -69,6 +69,7 @@ NEIGHBOURS = {
     ("collectives", "cluster"),
     ("data", "cluster"),
     ("data", "storage"),
+    ("planning", "comparison"),
     ("recipes", "models"),
     ("ps.server", "engine"),
 }
@@ -87,6 +88,7 @@ LIGHT = {
     "chaos",
     "comparison",
     "doctor",
+    "planning",
     "cli",
     "__main__",
     "cluster",

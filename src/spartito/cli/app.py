@@ -24,6 +24,7 @@ Example: spartito train mnist --strategy mirrored --workers 2
 COMMANDS = {
     "run": "spartito.cli.run:run",
     "train": "spartito.cli.run:train",
+    "plan": "spartito.cli.plan:plan",
     "compare": "spartito.cli.compare:compare",
     "chaos": "spartito.cli.chaos:chaos",
     "doctor": "spartito.cli.doctor:doctor",

@@ -53,7 +53,7 @@ def main() -> None:
     found: dict[str, Any] = {way: _sums(each) for way, each in ways.items()}
     if rank == 0:
         alone = _computed()
-        store.set("alone", b"done")
+        store.set("alone", "done")
     else:
         store.wait(["alone"])
     sockets.barrier()

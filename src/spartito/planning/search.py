@@ -1,4 +1,4 @@
-"""All strategies that a job could have, by what a step takes, and the reasons against the others."""
+"""All strategies that a job could have, by what a step takes; and why not the others."""
 
 from __future__ import annotations
 
@@ -198,9 +198,7 @@ def predict(strategy: Declared, situation: Situation, fail: float = 0.0) -> Choi
     info, cluster = strategy_info(strategy.name), situation.cluster
     costs = COSTS.get(strategy.name)
     if costs is None:
-        raise UserError(
-            f"{strategy.name}: a plan does not know what it costs", nearest("", COSTS)
-        )
+        raise UserError(f"{strategy.name}: a plan does not know what it costs", nearest("", COSTS))
     tasks = min(cluster.tasks, info.most_replicas or cluster.tasks)
     info.check(tasks, min(tasks, cluster.workers), cluster.ps if info.needs_servers else 0)
     if situation.batch < tasks and not info.divides_model:
@@ -268,9 +266,7 @@ def _memory_of(choice: Choice, bound: float, limit: float | None) -> float:
     return bound
 
 
-def _nothing(
-    smallest: Choice | None, refusals: Sequence[Refusal], bound: float
-) -> tuple[str, str]:
+def _nothing(smallest: Choice | None, refusals: Sequence[Refusal], bound: float) -> tuple[str, str]:
     if smallest is None:
         said = "\n".join(f"  {each.strategy}: {each.reason}" for each in refusals)
         return f"no strategy can be:\n{said}", "Change --workers, --machines or --batch-size."
@@ -283,4 +279,3 @@ def _nothing(
 def _rounded(nbytes: float) -> str:
     """As ``--memory`` takes it, no less."""
     return f"{math.ceil(nbytes / 1e8) / 10:g}GB"
-

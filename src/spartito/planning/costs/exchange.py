@@ -27,9 +27,7 @@ class Exchange:
     sent: float = 0.0
 
     def __add__(self, other: Exchange) -> Exchange:
-        return Exchange(
-            self.memory + other.memory, self.link + other.link, self.sent + other.sent
-        )
+        return Exchange(self.memory + other.memory, self.link + other.link, self.sent + other.sent)
 
     def __mul__(self, times: float) -> Exchange:
         return Exchange(self.memory * times, self.link * times, self.sent * times)

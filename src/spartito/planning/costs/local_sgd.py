@@ -19,7 +19,7 @@ from spartito.planning.costs.parts import (
     whole_number,
 )
 
-OPTIONS = ("groups", "every")
+OPTIONS: tuple[str, ...] = ("groups", "every")
 EVERY = 20
 """As `LocalSGDStrategy` has it."""
 
@@ -54,9 +54,7 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     exchange = inside + meeting * (1 / every)
     seconds = {**own, **exchange.seconds}
     seconds["memory"] += copies / every
-    seconds[OTHERS] = waiting(situation, own, members) + waiting(
-        situation, own, groups, every
-    )
+    seconds[OTHERS] = waiting(situation, own, members) + waiting(situation, own, groups, every)
     memory = held(
         situation,
         situation.local_batch,

@@ -22,7 +22,7 @@ from spartito.planning.costs.parts import (
     whole_number,
 )
 
-OPTIONS = ("model",)
+OPTIONS: tuple[str, ...] = ("model",)
 
 
 def candidates(situation: Situation) -> Iterable[Mapping[str, Any]]:

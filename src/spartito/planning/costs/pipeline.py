@@ -28,7 +28,7 @@ from spartito.planning.costs.parts import (
 )
 from spartito.planning.profile import Part
 
-OPTIONS = ("stages", "microbatches", "schedule")
+OPTIONS: tuple[str, ...] = ("stages", "microbatches", "schedule")
 MICROBATCHES = 8
 """As `PipelineStrategy` has it."""
 MOST_STAGES = 64

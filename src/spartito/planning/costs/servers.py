@@ -94,4 +94,3 @@ def queueing(tasks: int, cycle: float, served: float) -> float:
         response = served * (1 + waiting)
         waiting = number * response / (cycle + response) if cycle + response else 0.0
     return response
-

@@ -19,7 +19,7 @@ from spartito.planning.costs.parts import (
     whole_number,
 )
 
-OPTIONS = ("zero",)
+OPTIONS: tuple[str, ...] = ("zero",)
 BLOCK = 4 << 20
 """Bytes from which on a module is gathered by itself; as `spartito.steps.sharded.BLOCK`."""
 

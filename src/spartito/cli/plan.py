@@ -1,0 +1,198 @@
+"""The command ``spartito plan``: which strategy, before anything is started."""
+
+from __future__ import annotations
+
+import json as json_
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spartito.cli.options import whole
+from spartito.errors import UserError
+from spartito.names import RECIPES
+
+
+def plan(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            help=f"Your script, or one of {', '.join(RECIPES)}; --profile may stand for it."
+        ),
+    ] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- ARGS...", help="The script's own arguments."),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Tasks that compute, on each machine; 2 by default.",
+            parser=whole("--workers", 1),
+            metavar="N",
+        ),
+    ] = None,
+    machines: Annotated[
+        int | None,
+        typer.Option(
+            help="Machines like this one; 1 by default.",
+            parser=whole("--machines", 1),
+            metavar="N",
+        ),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            help="The line between machines: a rate, and how long a packet is on its way one "
+            "way, as 1gbit or 50mbit,80ms.",
+            metavar="RATE[,DELAY]",
+        ),
+    ] = None,
+    on: Annotated[
+        Path | None,
+        typer.Option(help="A YAML file that describes the machines.", metavar="FILE"),
+    ] = None,
+    ps: Annotated[
+        int,
+        typer.Option(
+            "--ps",
+            help="Parameter servers, for the strategy that has them.",
+            parser=whole("--ps", 1),
+            metavar="N",
+        ),
+    ] = 1,
+    strategies: Annotated[
+        str,
+        typer.Option(
+            help="all, or some with commas; options in parentheses, as "
+            "'mirrored, local_sgd(every=50)'.",
+            metavar="STRATEGIES",
+        ),
+    ] = "all",
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Examples per step, over all workers; by default those of the profile.",
+            parser=whole("--batch-size", 1),
+            metavar="N",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="What a task may have, as 16GB.", metavar="SIZE"),
+    ] = None,
+    goal: Annotated[
+        str | None,
+        typer.Option(
+            help="How much is trained: epochs=5, steps=1000, examples=1e6 or tokens=1e9.",
+            metavar="NAME=VALUE",
+        ),
+    ] = None,
+    price: Annotated[
+        float | None,
+        typer.Option(help="Of one machine for an hour, for the price of the goal.", metavar="X"),
+    ] = None,
+    fail: Annotated[
+        str | None,
+        typer.Option(help="How often one machine fails, as 1/day.", metavar="N/TIME"),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Plan with this profile: nothing is run.", metavar="FILE"),
+    ] = None,
+    save_profile: Annotated[
+        Path | None,
+        typer.Option(help="Keep the profile in this new file.", metavar="FILE"),
+    ] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(
+            help="Predict the runs of this comparison instead, and show both.", metavar="DIR"
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="The folder with a recipe's data, or its URL.", metavar="DIR"),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON instead.")] = False,
+) -> None:
+    """Predict speed and memory of all strategies, from a few seconds of one process.
+
+    Example: spartito plan train.py --machines 4 --workers 2 --link 1gbit
+
+    Example: spartito plan gpt --workers 2 --save-profile gpt.json
+
+    Example: spartito plan --profile gpt.json --on cluster.yaml --goal tokens=1e9 --fail 1/day
+    """
+    from spartito.launch.job import Program
+    from spartito.launch.lines.line import Link
+    from spartito.planning.check import check as check_runs
+    from spartito.planning.cluster import Cluster, Kind, read_failures, read_size
+    from spartito.planning.costs.parts import Situation
+    from spartito.planning.measure import take_profile
+    from spartito.planning.profile import Profile, source_of
+    from spartito.planning.search import Goal, improvements, search
+    from spartito.planning.table import record, text
+    from spartito.system.capacity import available_cores, memory_limit
+
+    program = None if target is None else Program.find(target, tuple(arguments or ()))
+    if program is not None and program.kind == "recipe" and program.arguments:
+        raise UserError(
+            f"{program.arguments[0]!r} after {target}: a recipe takes no arguments of its own",
+            "Its options are those of spartito plan.",
+        )
+    if data is not None and (program is None or program.kind != "recipe"):
+        raise UserError(
+            "--data is for recipes", "A script has its own arguments: give them after --."
+        )
+    if program is None and profile is None:
+        raise UserError(
+            "neither a script nor a profile", "As spartito plan train.py, or --profile p.json."
+        )
+    if save_profile is not None and profile is not None:
+        raise UserError("--profile and --save-profile exclude each other", "It is saved already.")
+    if save_profile is not None and os.path.lexists(save_profile):
+        raise UserError(
+            f"--save-profile {save_profile} is there already", "Name a new file, or remove it."
+        )
+    if on is not None and (machines is not None or link is not None or price is not None):
+        raise UserError(
+            "--on and --machines, --link or --price exclude each other", "Say it in the file."
+        )
+    wanted = None if goal is None else Goal.read(goal)
+    limit = None if memory is None else read_size(memory, "--memory")
+    rate = 0.0 if fail is None else read_failures(fail)
+    line = None if link is None else Link.read(link)
+    read = None
+    if profile is not None:
+        read = Profile.read(profile)
+        if program is not None:
+            read.check_target(program.title, source_of(program.script, program.arguments))
+    cores = available_cores() if read is None else read.machine.cores
+    own = memory_limit() if read is None else read.machine.memory
+    if on is not None:
+        cluster = Cluster.read(on, workers, ps, cores, own)
+    else:
+        here = Kind("machine", machines or 1, cores, own, price or 0.0)
+        cluster = Cluster((here,), workers or 2, line, ps)
+    if read is None:
+        assert program is not None, "checked above"
+        read = take_profile(program, data, batch_size)
+    if save_profile is not None:
+        with save_profile.open("x") as file:
+            file.write(read.text())
+    if check is not None:
+        checked = check_runs(check, read, cluster)
+        print(json_.dumps(checked.record()) if json else checked)
+        return
+    situation = Situation(read, cluster, batch_size or read.batch_size)
+    if wanted is not None:
+        wanted.examples(situation)
+    outcome = search(situation, strategies, limit, rate)
+    better = improvements(outcome, strategies, limit, rate)
+    typed = target or read.target
+    if json:
+        print(json_.dumps(record(outcome, typed, wanted, better)))
+    else:
+        print(text(outcome, typed, wanted, better, rate))

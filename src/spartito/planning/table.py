@@ -1,0 +1,206 @@
+"""A plan as a person reads it, and as JSON."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spartito.names import size
+from spartito.planning.costs.parts import Situation
+from spartito.planning.search import Choice, Goal, Outcome
+from spartito.registry import strategy_info
+
+WORTH = 1.03
+"""An improvement below this is none."""
+MOST_LINES = 20
+COLUMNS = ("strategy", "step", "examples/s", "own work", "memory", "sent/update", "limited by")
+
+
+def text(
+    outcome: Outcome,
+    target: str,
+    goal: Goal | None,
+    better: Sequence[tuple[str, float]],
+    fail: float = 0.0,
+) -> str:
+    """The plan, as lines.
+
+    Args:
+        outcome: What was found.
+        target: What the user would train.
+        goal: How much of it.
+        better: As `spartito.planning.search.improvements` found it.
+        fail: Failures of one machine in a second.
+
+    Returns:
+        Table and sentences.
+    """
+    situation, choices = outcome.situation, outcome.choices
+    best = choices[0]
+    lines = [_heading(situation), ""]
+    lines += _table(outcome, goal, fail)
+    if len(choices) > MOST_LINES:
+        lines.append(f"and {len(choices) - MOST_LINES} slower ones (--json has all)")
+    lines += ["", *(f"not possible: {each.strategy}: {each.reason}" for each in outcome.refusals)]
+    lines += [""] if outcome.refusals else []
+    rate = f"{_number(best.rate * (1 - best.width))} to {_number(best.rate * (1 + best.width))}"
+    lines.append(f"{best.strategy}: {rate} examples/s; each task {best.cost.limit}")
+    lines += [f"{best.strategy}: {said}" for said in best.cost.said]
+    if better and better[0][1] >= WORTH:
+        lines.append(f"most would help {better[0][0]}: {better[0][1]:.2f} times the speed")
+    if math.isfinite(best.loss.every):
+        lines.append(f"save every {_duration(best.loss.every)}: that loses the least to failures")
+    lines += [
+        "Nothing but one process and one exchange was run; how well a model learns is not known.",
+        f"To run it:     {command(best, target)}",
+        f"To be certain: {_compare(choices, target)}",
+    ]
+    return "\n".join(lines)
+
+
+def record(
+    outcome: Outcome,
+    target: str,
+    goal: Goal | None,
+    better: Sequence[tuple[str, float]],
+) -> dict[str, Any]:
+    """The same as plain values.
+
+    Args:
+        outcome: What was found.
+        target: What the user would train.
+        goal: How much of it.
+        better: As `spartito.planning.search.improvements` found it.
+
+    Returns:
+        What JSON can write: figures that are infinite are None.
+    """
+    situation = outcome.situation
+    return {
+        "target": situation.profile.target,
+        "cluster": situation.cluster.spoken,
+        "tasks": situation.cluster.tasks,
+        "batch_size": situation.batch,
+        "memory_limit": outcome.limit,
+        "choices": [_choice(each, target, goal) for each in outcome.choices],
+        "refusals": [
+            {"strategy": each.strategy, "reason": each.reason} for each in outcome.refusals
+        ],
+        "improvements": [{"change": what, "times": times} for what, times in better],
+    }
+
+
+def command(choice: Choice, target: str) -> str:
+    """What starts a job under a strategy, as it is typed.
+
+    Args:
+        choice: The strategy, and on what.
+        target: A script or a recipe.
+
+    Returns:
+        The line; of several machines the names are the user's to fill in.
+    """
+    cluster, info = choice.situation.cluster, strategy_info(choice.strategy.name)
+    words = ["spartito", "run" if target.endswith(".py") else "train"]
+    if cluster.machines > 1 and info.most_replicas != 1:
+        words += ["--hosts", "HOST1,HOST2,..." if cluster.machines > 2 else "HOST1,HOST2"]
+    words += ["--strategy", shlex.quote(str(choice.strategy))]
+    words += ["--workers", str(min(cluster.workers, info.most_replicas or cluster.workers))]
+    words += ["--ps", str(cluster.ps)] if info.needs_servers else []
+    words.append(target)
+    if not target.endswith(".py") and choice.situation.batch != choice.situation.profile.batch_size:
+        words += ["--batch-size", str(choice.situation.batch)]
+    return " ".join(words)
+
+
+def _compare(choices: Sequence[Choice], target: str) -> str:
+    named = ", ".join(str(each.strategy) for each in choices[:3])
+    workers = choices[0].situation.cluster.workers
+    return f"spartito compare {target} --strategies {shlex.quote(named)} --workers {workers}"
+
+
+def _heading(situation: Situation) -> str:
+    profile = situation.profile
+    return (
+        f"{profile.target} ({profile.model.name}, {size(profile.model.parameters)} of parameters, "
+        f"{profile.model.optimizer_name}), {situation.batch} examples for each step, on "
+        f"{situation.cluster.spoken}"
+    )
+
+
+def _table(outcome: Outcome, goal: Goal | None, fail: float) -> list[str]:
+    situation = outcome.situation
+    price = situation.cluster.price
+    head = [*COLUMNS]
+    head[-1:-1] = ["to the goal"] if goal else []
+    head[-1:-1] = ["price"] if goal and price else []
+    head[-1:-1] = ["lost"] if fail else []
+    rows = [head]
+    for choice in outcome.choices[:MOST_LINES]:
+        cost = choice.cost
+        row = [
+            str(choice.strategy),
+            f"{_duration(cost.step)} ±{choice.width:.0%}",
+            _number(cost.rate),
+            f"{cost.efficiency:.0%}",
+            f"{size(cost.bytes)} of {size(outcome.limit)}",
+            size(cost.sent) if cost.sent else "-",
+        ]
+        if goal:
+            hours = choice.hours(goal.examples(situation))
+            row.append(_duration(hours * 3600) if math.isfinite(hours) else "never")
+            row += [f"{hours * price:.4g}"] if price else []
+        row += [f"{choice.loss.fraction:.1%}"] if fail else []
+        rows.append([*row, cost.limit])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    last = len(widths) - 1
+    return [
+        "  ".join(
+            cell.ljust(width) if column in (0, last) else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _choice(choice: Choice, target: str, goal: Goal | None) -> Mapping[str, Any]:
+    cost = choice.cost
+    hours = choice.hours(goal.examples(choice.situation)) if goal else None
+    finite = hours is not None and math.isfinite(hours)
+    return {
+        "strategy": str(choice.strategy),
+        "step_seconds": cost.step,
+        "step_seconds_low": cost.step / (1 + choice.width),
+        "step_seconds_high": cost.step / (1 - choice.width) if choice.width < 1 else None,
+        "examples_per_second": choice.rate,
+        "efficiency": cost.efficiency,
+        "seconds": dict(cost.seconds),
+        "memory": dict(cost.memory),
+        "memory_bytes": cost.bytes,
+        "bytes_sent_per_update": cost.sent,
+        "limited_by": cost.limit,
+        "lost_to_failures": choice.loss.fraction,
+        "save_every_seconds": choice.loss.every if math.isfinite(choice.loss.every) else None,
+        "hours_to_goal": hours if finite else None,
+        "price_to_goal": hours * choice.situation.cluster.price
+        if finite and hours is not None
+        else None,
+        "not_known": list(cost.said),
+        "command": command(choice, target),
+    }
+
+
+def _number(value: float) -> str:
+    """As a table has it: three digits that count."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _duration(seconds: float) -> str:
+    """``350 us``, ``1.56 ms``, ``12.3 s``, ``4.5 min``, ``3.2 h``, ``12.1 days``."""
+    for name, length in (("days", 172800.0), ("h", 7200.0), ("min", 120.0), ("s", 1.0)):
+        if seconds >= length:
+            each = {"days": 86400.0, "h": 3600.0, "min": 60.0, "s": 1.0}[name]
+            return f"{seconds / each:.3g} {name}"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
