@@ -56,6 +56,16 @@ class Checked:
         return median(abs(row.error) for row in self.rows)
 
     @property
+    def factor(self) -> float:
+        """How many times as fast the machine was in the comparison as predicted, in the median."""
+        return median(row.measured / row.predicted for row in self.rows)
+
+    @property
+    def error_beside_it(self) -> float:
+        """The median error of how strategies compare: without what they all have in common."""
+        return median(abs(row.predicted * self.factor / row.measured - 1) for row in self.rows)
+
+    @property
     def chose(self) -> tuple[str, str, float]:
         """The fastest by prediction, the fastest by measurement, and what the first one loses."""
         by_plan = max(self.rows, key=lambda row: row.predicted)
@@ -67,6 +77,8 @@ class Checked:
         chosen, best, lost = self.chose
         return {
             "median_error": self.error,
+            "common_factor": self.factor,
+            "median_error_beside_it": self.error_beside_it,
             "predicted_best": chosen,
             "measured_best": best,
             "lost_by_choice": lost,
@@ -98,6 +110,10 @@ class Checked:
         chosen, best, lost = self.chose
         lines += [f"left out: {why}" for why in self.left_out]
         lines.append(f"median error {self.error:.0%} of {len(self.rows)} runs")
+        lines.append(
+            f"all runs had {self.factor:.2f} times the predicted speed in the median; beside "
+            f"that the median error is {self.error_beside_it:.0%}"
+        )
         lines.append(
             f"{chosen} is the fastest by prediction and by measurement"
             if chosen == best

@@ -194,7 +194,7 @@ class Profile:
         return sum(found) / len(found)
 
     def uncertainty(self, threads: float) -> float:
-        """By what part rounds of measurements differed: the width of what is predicted."""
+        """By what part most rounds of measurements were slower than the quickest one."""
         nearest = min({s.threads for s in self.samples}, key=lambda count: abs(count - threads))
         return max(s.between_rounds for s in self.samples if s.threads == nearest)
 

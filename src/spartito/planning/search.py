@@ -207,7 +207,7 @@ def predict(strategy: Declared, situation: Situation, fail: float = 0.0) -> Choi
             "Take fewer workers, or a larger --batch-size.",
         )
     found = costs.cost(strategy, situation)
-    width = max(LEAST_WIDTH, situation.profile.uncertainty(cluster.threads) / 2)
+    width = max(LEAST_WIDTH, situation.profile.uncertainty(cluster.threads))
     return Choice(strategy, situation, found, width, lost(situation, fail, info.asynchronous))
 
 

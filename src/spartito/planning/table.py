@@ -14,6 +14,8 @@ from spartito.registry import strategy_info
 
 WORTH = 1.03
 """An improvement below this is none."""
+BUSY = 0.25
+"""The width from which on a reader is told why it is so wide."""
 MOST_LINES = 20
 COLUMNS = ("strategy", "step", "examples/s", "own work", "memory", "sent/update", "limited by")
 
@@ -45,7 +47,12 @@ def text(
         lines.append(f"and {len(choices) - MOST_LINES} slower ones (--json has all)")
     lines += ["", *(f"not possible: {each.strategy}: {each.reason}" for each in outcome.refusals)]
     lines += [""] if outcome.refusals else []
-    rate = f"{_number(best.rate * (1 - best.width))} to {_number(best.rate * (1 + best.width))}"
+    rate = f"{_number(best.rate / (1 + best.width))} to {_number(best.rate * (1 + best.width))}"
+    if best.width > BUSY:
+        lines.append(
+            f"the rounds of the profile differ by {best.width:.0%}: this machine has other work; "
+            "profile again when it has none"
+        )
     lines.append(f"{best.strategy}: {rate} examples/s; each task {best.cost.limit}")
     lines += [f"{best.strategy}: {said}" for said in best.cost.said]
     if better and better[0][1] >= WORTH:
@@ -173,7 +180,7 @@ def _choice(choice: Choice, target: str, goal: Goal | None) -> Mapping[str, Any]
         "strategy": str(choice.strategy),
         "step_seconds": cost.step,
         "step_seconds_low": cost.step / (1 + choice.width),
-        "step_seconds_high": cost.step / (1 - choice.width) if choice.width < 1 else None,
+        "step_seconds_high": cost.step * (1 + choice.width),
         "examples_per_second": choice.rate,
         "efficiency": cost.efficiency,
         "seconds": dict(cost.seconds),

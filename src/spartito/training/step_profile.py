@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 SECONDS = 9.0
 """Of all measurements together, where a step is short."""
-ROUNDS = 3
+ROUNDS = 5
 """Each setting is measured so often, in turns: what disturbs the machine disturbs all of them."""
 LEAST = 2
 """Steps of a setting in a round, however long they take."""
@@ -55,6 +55,8 @@ DIVISIONS = 4
 AXES = (2, 4, 8)
 """Tasks among which tensors are cut, for the strategy mesh."""
 MOST_PARTS = 512
+IQR = 1.349
+"""Standard deviations between the quartiles of a normal distribution."""
 
 
 def is_wanted() -> bool:
@@ -84,39 +86,34 @@ def profile_and_end(trainer: Trainer, chain: Dataset) -> NoReturn:
 
 @dataclass
 class _Sample:
-    """The steps of one setting."""
+    """The steps of one setting, round by round: seconds by what they are spent on."""
 
     threads: int
-    batch: int
-    times: dict[str, list[float]] = field(default_factory=dict)
-    rounds: list[float] = field(default_factory=list)
-
-    def add(self, times: dict[str, float]) -> None:
-        for name, value in times.items():
-            self.times.setdefault(name, []).append(value)
+    batch: int = 0
+    rounds: list[dict[str, list[float]]] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
-        """Means of what a part takes: a step that sometimes waits, waits in the mean.
+        """Means of the parts in the quickest round: other programs are no part of the training.
 
-        The largest tenth is left out: other programs of this machine are no part of the training.
+        They are means, as a step that waits for its data now and then waits in the mean.
         """
-        whole = [sum(values) for values in zip(*self.times.values(), strict=True)]
-        limit = quantiles(whole, n=10)[-1] if len(whole) > 1 else whole[0]
-        kept = [index for index, value in enumerate(whole) if value <= limit]
-        means = {
-            name: sum(values[index] for index in kept) / len(kept)
-            for name, values in self.times.items()
-        }
-        middle = median(whole)
-        low, _, high = quantiles(whole, n=4) if len(whole) > 1 else (middle,) * 3
+        medians = [median(_wholes(each)) for each in self.rounds]
+        best = self.rounds[medians.index(min(medians))]
+        whole = _wholes(best)
+        low, _, high = quantiles(whole, n=4)
         return {
             "threads": self.threads,
             "batch": self.batch,
-            **means,
-            "steps": len(whole),
-            "deviation": (high - low) / 1.349 / middle,
-            "between_rounds": (max(self.rounds) - min(self.rounds)) / median(self.rounds),
+            **{name: fmean(values) for name, values in best.items()},
+            "steps": sum(len(_wholes(each)) for each in self.rounds),
+            "deviation": (high - low) / IQR / median(whole),
+            "between_rounds": median(medians) / min(medians) - 1,
         }
+
+
+def _wholes(times: dict[str, list[float]]) -> list[float]:
+    """What each step took as a whole."""
+    return [sum(parts) for parts in zip(*times.values(), strict=True)]
 
 
 class _Profiler:
@@ -186,7 +183,7 @@ class _Profiler:
     def _samples(self, settings: list[tuple[int, int]]) -> list[_Sample]:
         before = torch.get_num_threads()
         streams = {divisions: self._batches(divisions) for _, divisions in settings}
-        samples = {(threads, d): _Sample(threads, 0) for threads, d in settings}
+        samples = {(threads, d): _Sample(threads) for threads, d in settings}
         try:
             began = time.perf_counter()
             for stream in streams.values():
@@ -202,14 +199,13 @@ class _Profiler:
                 for (threads, divisions), sample in samples.items():
                     torch.set_num_threads(threads)
                     self._step(streams[divisions])
-                    own = _Sample(threads, 0)
+                    own: dict[str, list[float]] = {}
                     until = time.perf_counter() + SECONDS / ROUNDS / len(samples)
-                    while len(own.times.get("input", ())) < LEAST or time.perf_counter() < until:
+                    while len(own.get("input", ())) < LEAST or time.perf_counter() < until:
                         sample.batch, times = self._step(streams[divisions])
-                        own.add(times)
-                    for step in zip(*own.times.values(), strict=True):
-                        sample.add(dict(zip(own.times, step, strict=True)))
-                    sample.rounds.append(median(map(sum, zip(*own.times.values(), strict=True))))
+                        for name, value in times.items():
+                            own.setdefault(name, []).append(value)
+                    sample.rounds.append(own)
         finally:
             torch.set_num_threads(before)
             for stream in streams.values():

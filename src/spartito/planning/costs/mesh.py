@@ -23,6 +23,8 @@ from spartito.planning.costs.parts import (
 )
 
 OPTIONS: tuple[str, ...] = ("model",)
+FIGURES, MEETINGS = 64, 2
+"""Bytes of a step's figures, on which the tasks of a model agree in so many meetings."""
 
 
 def candidates(situation: Situation) -> Iterable[Mapping[str, Any]]:
@@ -58,6 +60,7 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     near = machines_of(situation, size)
     each = along.bytes * examples / max(1, along.calls)
     inside = all_reduce(situation, each, size, near) * along.calls
+    inside += all_reduce(situation, FIGURES, size, near) * MEETINGS
     gradients = profile.model.gradients * along.parameters
     apart = replace(situation, cluster=replace(cluster, workers=max(1, cluster.workers // size)))
     summed = all_reduce(apart, gradients, replicas, min(replicas, cluster.machines // near))

@@ -33,7 +33,7 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     """As `Costs.cost`.
 
     On one machine zero=3 gathers nothing: the parameters exist once, in memory that all read.
-    Between machines gradients travel as whole sums (a reduce-scatter of the layered group is one).
+    Machines with several tasks each exchange whole sums: their group has no reduce-scatter.
     """
     check_options(strategy, OPTIONS)
     zero = whole_number(strategy, "zero", 3)
@@ -43,7 +43,8 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     examples, tasks, machines = situation.local_batch, cluster.tasks, cluster.machines
     own = own_step(situation, examples)
     own[UPDATE] /= tasks
-    scatter = all_gather if machines == 1 else all_reduce
+    is_layered = machines > 1 and cluster.workers > 1
+    scatter = all_reduce if is_layered else all_gather
     exchange = scatter(situation, model.gradients, tasks, machines)
     gather = all_gather(situation, model.parameters, tasks, machines)
     if zero < 3:

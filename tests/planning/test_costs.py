@@ -1,0 +1,203 @@
+"""What strategies cost, as pure functions: what must hold for any cluster, and what is counted."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from statistics import NormalDist
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spartito.declared import parse
+from spartito.errors import UserError
+from spartito.launch.lines.line import Link
+from spartito.planning.costs.compute import slowest_of
+from spartito.planning.costs.exchange import between, in_memory
+from spartito.planning.costs.failures import checkpointed
+from spartito.planning.costs.parts import INPUT, LINK, MEMORY, OTHERS, Situation
+from spartito.planning.costs.pipeline import balanced
+from spartito.planning.costs.servers import queueing
+from spartito.planning.profile import Line, Part
+from spartito.planning.search import predict, search
+from tests.planning.jobs import sent
+from tests.planning.made import MACHINE, PROFILE, cluster, situation, without_variation
+from tests.replicas import Replicas
+
+OF_A_TASK = ("mirrored", "multi_worker_mirrored", "sharded(zero=1)", "sharded(zero=3)")
+
+
+@settings(max_examples=25)
+@given(
+    machines=st.sampled_from([2, 3, 8, 100]),
+    workers=st.sampled_from([1, 2, 4]),
+    rates=st.tuples(st.floats(1e6, 1e11), st.floats(1e6, 1e11)),
+    delays=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+)
+def test_a_better_line_is_never_slower(
+    machines: int, workers: int, rates: tuple[float, float], delays: tuple[float, float]
+) -> None:
+    lines = Link(max(rates), min(delays)), Link(min(rates), max(delays))
+    found = []
+    for line in lines:
+        own = replace(cluster(machines, workers), link=line)
+        outcome = search(Situation(PROFILE, own, 2048))
+        found.append({str(each.strategy): each.cost.step for each in outcome.choices})
+    better, worse = found
+    assert set(better) == set(worse)
+    assert all(better[name] <= worse[name] * (1 + 1e-9) for name in better)
+
+
+@settings(max_examples=25)
+@given(st.floats(4e8, 1e10), st.floats(4e8, 1e10), st.sampled_from([1, 4]))
+def test_more_memory_never_leaves_fewer_choices(one: float, other: float, machines: int) -> None:
+    low, high = (
+        {str(c.strategy) for c in search(situation(machines=machines), limit=limit).choices}
+        for limit in sorted((one, other))
+    )
+    assert low <= high
+
+
+@pytest.mark.parametrize("text", OF_A_TASK)
+def test_one_worker_exchanges_nothing_and_is_one_device(text: str) -> None:
+    alone = replace(situation(workers=1), profile=without_variation())
+    seconds = predict(parse(text), alone).cost.seconds
+    assert seconds[MEMORY] == seconds[LINK] == seconds[OTHERS] == 0
+    device = predict(parse("one_device"), alone).cost
+    assert sum(seconds.values()) == pytest.approx(device.step)
+
+
+@pytest.mark.parametrize("text", [*OF_A_TASK, "central_storage", "local_sgd", "parameter_server"])
+def test_what_a_step_is_made_of_is_never_negative(text: str) -> None:
+    for workers, batch in itertools.product((1, 2, 4, 8), (8, 512)):
+        if text == "local_sgd" and workers == 1:
+            continue
+        cost = predict(parse(text), situation(workers=workers, batch=batch)).cost
+        assert all(value >= 0 for value in (*cost.seconds.values(), *cost.memory.values()))
+        assert 0 < cost.efficiency <= 1
+        assert cost.seconds[INPUT] > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "tasks", "per_machine", "width"),
+    [
+        ("multi_worker_mirrored", 2, 1, 20_000),
+        ("multi_worker_mirrored", 3, 1, 20_000),
+        ("multi_worker_mirrored", 3, 1, 10),  # so small that each sends all of it to all
+        ("sharded(zero=1)", 3, 1, 20_000),
+        ("sharded(zero=2)", 4, 2, 20_000),
+    ],
+)
+def test_bytes_are_those_that_are_sent(
+    replicas: Replicas, text: str, tasks: int, per_machine: int, width: int
+) -> None:
+    found = replicas(sent, tasks, text, width, per_machine)
+    nbytes, counted = max(found)
+    model = replace(PROFILE.model, gradients=nbytes, parameters=nbytes)
+    profile = replace(PROFILE, model=model, parts=())
+    own = cluster(tasks // per_machine, per_machine)
+    predicted = predict(parse(text), Situation(profile, own, 512)).cost.sent
+    # Figures of the step ride along: 40 bytes for each other task of a sum, and its messages.
+    assert predicted <= counted <= predicted + 400
+
+
+def test_a_sum_of_two_takes_what_was_measured() -> None:
+    nbytes = 10_000_000.0
+    assert in_memory(MACHINE, nbytes, 2, cores=4) == pytest.approx(MACHINE.shared.at(nbytes))
+    by_line = between(MACHINE, Link(1e9), nbytes, 2)
+    assert by_line.link == pytest.approx(nbytes * 8 / 1e9, rel=0.01)
+
+
+def test_more_tasks_than_cores_take_turns() -> None:
+    half, full = (predict(parse("mirrored"), situation(workers=n)).cost for n in (4, 8))
+    assert full.seconds[MEMORY] > half.seconds[MEMORY]
+    assert full.step > half.step * 0.9
+
+
+@given(st.integers(2, 200))
+def test_the_slowest_of_many_is_later_the_more_there_are(tasks: int) -> None:
+    assert 0 < slowest_of(tasks, 0.1) < slowest_of(tasks + 1, 0.1)
+    assert slowest_of(1, 0.1) == 0
+    assert slowest_of(tasks, 0.1) < 0.1 * NormalDist().inv_cdf(1 - 1e-3 / tasks)
+
+
+@given(st.integers(1, 50), st.floats(1e-3, 10), st.floats(1e-4, 1))
+def test_servers_serve_no_more_than_they_can(tasks: int, cycle: float, served: float) -> None:
+    response = queueing(tasks, cycle, served)
+    assert response >= served * (1 - 1e-9)
+    assert tasks / (cycle + response) <= min(1 / served, tasks / (cycle + served)) * (1 + 1e-9)
+    assert queueing(1, cycle, served) == pytest.approx(served)
+
+
+@given(st.lists(st.floats(1e-4, 1), min_size=1, max_size=7), st.integers(1, 7))
+def test_stages_are_cut_as_evenly_as_can_be(times: list[float], stages: int) -> None:
+    stages = min(stages, len(times))
+    parts = [Part(str(n), seconds, 1, 1.0) for n, seconds in enumerate(times)]
+    cut = balanced(parts, stages)
+    assert [part for stage in cut for part in stage] == parts
+    assert len(cut) == stages
+    assert all(cut)
+    best = min(
+        max(sum(times[a:b]) for a, b in itertools.pairwise([0, *ends, len(times)]))
+        for ends in itertools.combinations(range(1, len(times)), stages - 1)
+    )
+    slowest = max(sum(part.seconds for part in stage) for stage in cut)
+    assert slowest == pytest.approx(best, rel=1e-6)
+
+
+@given(st.floats(0.01, 100), st.floats(1e-7, 1e-4), st.floats(0.1, 100))
+def test_checkpoints_at_the_best_interval_lose_the_least(
+    save: float, rate: float, restart: float
+) -> None:
+    best = checkpointed(save, rate, restart)
+    for other in (best.every / 2, best.every * 2):
+        assert best.fraction <= save / other + rate * (other / 2 + restart)
+    assert best.fraction <= checkpointed(save, rate * 2, restart).fraction <= 1
+    assert checkpointed(save, 0, restart).fraction == 0
+
+
+@given(st.floats(0, 1), st.floats(1e-6, 1), st.lists(st.integers(1, 512), min_size=2, unique=True))
+def test_a_line_goes_through_what_lies_on_one(start: float, each: float, xs: list[int]) -> None:
+    line = Line.through([(x, start + each * x) for x in xs])
+    for x in xs:
+        assert line.at(x) == pytest.approx(start + each * x, rel=1e-3)
+    falling = Line.through([(16, 2.0), (64, 1.0)])
+    assert falling.each == 0
+    assert Line.through([(16, 2.0)]).at(32) == pytest.approx(4.0)
+
+
+def test_threads_between_and_beyond_the_measured_ones() -> None:
+    times = [PROFILE.seconds("forward", 64, threads) for threads in (1, 2, 4, 8, 64)]
+    assert times == sorted(times, reverse=True)
+    assert times[0] == pytest.approx(1e-2)
+    assert times[2] == pytest.approx(4e-3)
+    assert times[-1] > 0
+
+
+def test_ten_thousand_workers_are_planned() -> None:
+    outcome = search(situation(batch=100_000, machines=10_000, workers=1, link="50mbit,80ms"))
+    names = {choice.strategy.name for choice in outcome.choices}
+    assert {"local_sgd", "parameter_server", "multi_worker_mirrored", "pipeline"} <= names
+    assert all(math.isfinite(choice.cost.step) for choice in outcome.choices)
+    assert {each.strategy for each in outcome.refusals} >= {"mirrored", "central_storage"}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("mesh(model=3)", "model=3 in a job of 4 tasks"),
+        ("mesh(model=1)", "the layout cuts this model for 2, 4 of tasks"),
+        ("pipeline(stages=3)", "stages=3 in a job of 4 tasks"),
+        ('pipeline(schedule="interleaved")', "several stages for each task"),
+        ("sharded(zero=4)", "zero=4"),
+        ("local_sgd(groups=9)", "9 groups of 4 workers"),
+        ('local_sgd(compress="4bit")', "does not know what compress=4bit costs"),
+        ("mirrored(find_unused_parameters=True)", "does not know what find_unused"),
+        ("tpu", "tpu: a plan does not know what it costs"),
+    ],
+)
+def test_what_has_no_cost_is_refused_by_name(text: str, told: str) -> None:
+    with pytest.raises(UserError, match=told.replace("(", r"\(")):
+        search(situation(workers=4), text)

@@ -1,0 +1,289 @@
+"""The command: its table and JSON, profiles in files, wrong input, and a real profile."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import spartito as sp
+from spartito.cli import main
+from spartito.errors import UserError
+from spartito.launch.job import Program
+from spartito.names import ENV_PROFILE
+from spartito.planning.check import check
+from spartito.planning.measure import _exchanges, profile_of
+from spartito.planning.profile import Profile
+from spartito.training import step_profile
+from tests.planning.made import PROFILE, cluster
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    path = tmp_path / "p.json"
+    path.write_text(PROFILE.text())
+    return str(path)
+
+
+def test_a_table_says_what_is_fastest_and_how_to_run_it(
+    saved: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--machines=4", "--link=1gbit", "--goal=epochs=3", "--price=0.5", "--fail=1/day"]
+    assert main(["plan", "--profile", saved, "--batch-size=512", *words]) == 0
+    out = capsys.readouterr().out
+    assert "on 4 machines with 2 workers each at 1 Gbit/s" in out
+    assert "not possible: mirrored: mirrored is for one machine" in out
+    for column in ("to the goal", "price", "lost", "limited by", "own work"):
+        assert column in out.splitlines()[2]
+    assert "To run it:     spartito run --hosts HOST1,HOST2,... --strategy" in out
+    assert "most would help" in out
+
+
+def test_json_has_all_of_it_by_speed(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--profile", saved, "--workers=4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rates = [each["examples_per_second"] for each in found["choices"]]
+    assert rates == sorted(rates, reverse=True)
+    first = found["choices"][0]
+    assert first["step_seconds"] == pytest.approx(sum(first["seconds"].values()))
+    assert first["step_seconds_low"] < first["step_seconds"] < first["step_seconds_high"]
+    assert {"pipeline", "mesh", "sharded", "parameter_server"} <= {
+        each["strategy"].partition("(")[0] for each in found["choices"]
+    }
+
+
+CLUSTER = """
+machines:
+  big: {count: 2, cores: 8, memory: 32GB, price: 0.8}
+  small: {count: 1, cores: 4, memory: 8GB, price: 0.2, speed: 0.5}
+link: 10gbit
+workers: 2
+"""
+
+
+def test_machines_come_from_a_file(
+    saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(CLUSTER)
+    assert main(["plan", "--profile", saved, "--on", str(file), "--goal=steps=10", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tasks"] == 6
+    assert found["memory_limit"] == 4e9  # a worker of the small machine
+    assert found["choices"][0]["price_to_goal"] > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (CLUSTER.replace("cores: 8", "cores: 0"), "big: cores is 0"),
+        (CLUSTER.replace("cores: 8", "core: 8"), "big has an unknown key 'core'"),
+        (CLUSTER.replace("link: 10gbit", "link: 10"), "'10' is not a rate and a delay"),
+        (CLUSTER.replace("link: 10gbit", ""), "3 machines, and no line between them"),
+        (CLUSTER.replace("32GB", "32"), "big: memory"),
+        (CLUSTER.replace("count: 2", "count: 1.5"), "big: count is 1.5"),
+        ("machines: {}", "names no machines"),
+        ("[1", "cannot be read"),
+        ("3", "is 3, and no mapping"),
+    ],
+)
+def test_wrong_machines_are_refused(
+    saved: str, tmp_path: Path, text: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text.replace("memory: 32,", "memory: 32 apples,"))
+    assert main(["plan", "--profile", saved, "--on", str(file)]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--link=1000", "--machines=2"], "'1000' is not a rate and a delay"),
+        (["--machines=2"], "2 machines, and no line between them"),
+        (["--goal=val_accuracy=0.9"], "not what they teach"),
+        (["--goal=tokens=1e9"], "the examples of train.py are no tokens"),
+        (["--goal=epochs=many"], "has no number above 0"),
+        (["--memory=1MB"], "needs the least: --memory 0.4GB would do"),
+        (["--memory=16"], "'16' is no size"),
+        (["--fail=often"], "does not say how often one machine fails"),
+        (["--workers=0"], "--workers 0 is less than 1"),
+        (["--workers=100", "--strategies=mirrored"], "a global batch of 64 for 100 replicas"),
+        (["--strategies=mirored"], "Did you mean 'mirrored'"),
+        (["--on=no.yaml"], "--on no.yaml cannot be read"),
+        (["--on=no.yaml", "--machines=2"], "exclude each other"),
+        (["--save-profile=x"], "exclude each other"),
+        (["--check=nowhere"], "is no comparison"),
+        (["--data=here"], "--data is for recipes"),
+        (["gpt"], "--profile is of train.py, and not of gpt"),
+    ],
+)
+def test_what_cannot_be_ends_with_2_and_says_why(
+    saved: str, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--profile", saved, *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"version": 99}, "has version 99, and this reads 1"),
+        ({"kind": "cake"}, "is no profile"),
+        ({"samples": []}, "is damaged"),
+        ({"extra": 1}, "is damaged: unknown extra"),
+        ({"machine": {"cores": 2}}, "is damaged"),
+    ],
+)
+def test_other_files_are_no_profiles(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(json.loads(PROFILE.text()) | change))
+    with pytest.raises(UserError, match=told):
+        Profile.read(path)
+
+
+def test_a_script_that_changed_is_another_model(saved: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print(1)")
+    assert main(["plan", str(script), "--profile", saved]) == 2
+
+
+def test_nothing_is_overwritten(saved: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print(1)")
+    before = Path(saved).read_text()
+    assert main(["plan", str(script), "--save-profile", saved]) == 2
+    assert Path(saved).read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("print('nothing here trains')", "ended without training: it never calls Trainer.fit"),
+        ("import sys; sys.exit('no data')", "ended with exit code 1 before it trained:\nno data"),
+    ],
+)
+def test_a_script_that_does_not_train_is_refused(
+    tmp_path: Path, text: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert main(["plan", str(script)]) == 2
+    assert told in capsys.readouterr().err
+
+
+class Refuses(sp.Callback):
+    """No callback is called while a step is measured."""
+
+    def on_train_begin(self) -> None:
+        raise AssertionError("it trains")
+
+
+def test_a_training_is_profiled_and_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(step_profile, "SECONDS", 0.3)
+    monkeypatch.setattr(step_profile, "available_cores", lambda: 1)  # threads that wait are slow
+    monkeypatch.setenv(ENV_PROFILE, str(tmp_path / "steps.json"))
+    net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 4))
+    optimizer = torch.optim.Adam(net.parameters())
+    trainer = sp.Trainer(net, optimizer=optimizer, loss=nn.CrossEntropyLoss(), metrics="accuracy")
+    kept = sp.callbacks.ModelCheckpoint(str(tmp_path / "kept"))
+    data = torch.randn(400, 20), torch.randint(4, (400,))
+    threads = torch.get_num_threads()
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(data, batch_size=40, epochs=2, callbacks=[kept, Refuses()])
+    assert ended.value.code == 0
+    assert torch.get_num_threads() == threads
+    assert not (tmp_path / "kept").exists()
+    steps = json.loads((tmp_path / "steps.json").read_text())
+    model = steps["model"]
+    nbytes = sum(p.numel() for p in net.parameters()) * 4
+    assert (model["parameters"], model["gradients"], model["tensors"]) == (nbytes, nbytes, 6)
+    assert model["optimizer"] >= 2 * nbytes
+    assert {sample["batch"] for sample in steps["samples"]} == {10, 40}
+    assert steps["examples"] == 400
+    assert steps["steps_per_epoch"] == 10
+    # Of each example 64 numbers behind the first layer, ReLU and the second one; 4 are returned.
+    least = 4 * (64 + 64 + 4)
+    assert least <= steps["activations"]["bytes"] / steps["activations"]["batch"] <= 4 * least
+    assert [part["name"] for part in steps["parts"]] == ["0", "1", "2", "3"]
+    assert steps["mesh"]["2"]["parameters"] < 0.7
+
+    monkeypatch.delenv(ENV_PROFILE)
+    exchanges = _exchanges(tmp_path, os.environ)
+    found = profile_of(Program("mnist", kind="recipe"), {**steps, "started": 1.0}, exchanges)
+    assert found.machine.sockets.each > 0
+    assert found.machine.contention >= 1
+    file = tmp_path / "p.json"
+    file.write_text(found.text())
+    assert Profile.read(file) == found
+    capsys.readouterr()
+    assert main(["plan", "--profile", str(file), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["choices"]) > 5
+
+
+def run(strategy: str, rate: float, **more: Any) -> dict[str, Any]:
+    epochs = [
+        {"epoch": n, "step": 10 * n, "loss": 1 / n, "seconds": 1.0, "examples_per_second": rate}
+        for n in (1, 2, 3)
+    ]
+    config = {"fit": {"epochs": 3, "batch_size": 512}}
+    return {
+        "strategy": strategy, "workers": 2, "ps": 0, "batch_size": 512, "history": epochs,
+        "error": None, "tasks": [], "config": config, "run": strategy, **more,
+    }  # fmt: skip
+
+
+def test_predictions_beside_what_was_measured(
+    saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = cluster()
+    record: dict[str, Any] = {"target": "train.py", "runs": [], "goal": None}
+    predicted = {}
+    for name in ("mirrored", "one_device"):
+        record["runs"] = [run(name, 1000.0)]
+        (tmp_path / "compare.json").write_text(json.dumps(record))
+        predicted[name] = check(tmp_path, PROFILE, own).rows[0].predicted
+    record["runs"] = [
+        run("mirrored", predicted["mirrored"] / 1.25),
+        run("one_device", predicted["one_device"]),
+        run('multi_worker_mirrored(compress="bf16")', 5.0),
+        run("sharded", 5.0, slow={"worker 1": 0.5}),
+    ]
+    (tmp_path / "compare.json").write_text(json.dumps(record))
+    found = check(tmp_path / "compare.json", PROFILE, own)
+    assert [round(row.error, 6) for row in found.rows] == [0.25, 0.0]
+    assert found.error == pytest.approx(0.125)
+    assert len(found.left_out) == 2
+    assert main(["plan", "--profile", saved, "--check", str(tmp_path)]) == 0
+    assert "median error" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"the profile is of cake\.py"):
+        check(tmp_path, replace(PROFILE, target="cake.py"), own)
+
+
+SCRIPT = """
+import torch, spartito as sp
+net = torch.nn.Linear(100, 10)
+trainer = sp.Trainer(net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+                     loss=torch.nn.CrossEntropyLoss())
+trainer.fit((torch.randn(1000, 100), torch.randint(10, (1000,))), batch_size=50)
+"""
+
+
+@pytest.mark.night
+def test_a_script_from_its_profile_to_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    file = tmp_path / "p.json"
+    assert main(["plan", str(tmp_path / "train.py"), "--save-profile", str(file), "--json"]) == 0
+    names = {each["strategy"] for each in json.loads(capsys.readouterr().out)["choices"]}
+    assert {"one_device", "mirrored"} <= names
+    assert Profile.read(file).model.name == "Linear"
