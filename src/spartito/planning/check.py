@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from spartito.errors import UserError
+from spartito.names import size
 from spartito.planning.cluster import Cluster
 from spartito.planning.costs.parts import Situation
 from spartito.planning.profile import Profile
@@ -101,10 +102,14 @@ class Checked:
     def __str__(self) -> str:
         """Lines for a terminal."""
         width = max(len(row.strategy) for row in self.rows)
-        lines = [f"{'strategy':{width}}  workers  batch  predicted/s  measured/s  error"]
+        lines = [
+            f"{'strategy':{width}}  workers  batch  predicted/s  measured/s  error  "
+            "predicted memory  measured"
+        ]
         lines += [
             f"{row.strategy:{width}}  {row.workers:>7}  {row.batch:>5}  {row.predicted:>11,.0f}  "
-            f"{row.measured:>10,.0f}  {row.error:>+5.0%}"
+            f"{row.measured:>10,.0f}  {row.error:>+5.0%}  {size(row.memory):>16}  "
+            f"{'-' if row.peak is None else size(row.peak):>8}"
             for row in sorted(self.rows, key=lambda row: -row.measured)
         ]
         chosen, best, lost = self.chose

@@ -118,6 +118,11 @@ class Cluster:
         """That each task computes with."""
         return max(1, self.cores // self.workers)
 
+    def alone(self) -> Cluster:
+        """What a strategy of one process has of it: its fastest machine."""
+        fastest = max(self.kinds, key=lambda kind: kind.speed * kind.cores)
+        return replace(self, kinds=(replace(fastest, count=1),), workers=1)
+
     def one_more(self) -> Cluster:
         """The same with one more machine of the first kind; on one machine with one more worker."""
         if self.machines == 1:

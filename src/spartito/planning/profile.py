@@ -93,7 +93,7 @@ class Sample:
     """A step with so many threads and examples: seconds of its parts, and how they vary."""
 
     threads: int
-    batch: int
+    batch: float
     input: float
     forward: float
     backward: float

@@ -103,6 +103,7 @@ class Choice:
         cost: What a step takes.
         width: By what part the prediction may be off, by the variation that was measured.
         loss: What failures cost.
+        limit: Bytes that a task may have.
     """
 
     strategy: Declared
@@ -110,6 +111,7 @@ class Choice:
     cost: Cost
     width: float
     loss: Loss
+    limit: float = math.inf
 
     @property
     def rate(self) -> float:
@@ -172,9 +174,9 @@ def search(
             continue
         if smallest is None or choice.cost.bytes < smallest.cost.bytes:
             smallest = choice
-        own = _memory_of(choice, bound, limit)
-        if choice.cost.bytes > own:
-            why = f"it needs {size(choice.cost.bytes)} for a task, which has {size(own)}"
+        choice = replace(choice, limit=choice.situation.cluster.memory if limit is None else limit)
+        if choice.cost.bytes > choice.limit:
+            why = f"it needs {size(choice.cost.bytes)} for a task, which has {size(choice.limit)}"
             refusals.append(Refusal(str(strategy), why))
         else:
             choices.append(choice)
@@ -199,8 +201,11 @@ def predict(strategy: Declared, situation: Situation, fail: float = 0.0) -> Choi
     costs = COSTS.get(strategy.name)
     if costs is None:
         raise UserError(f"{strategy.name}: a plan does not know what it costs", nearest("", COSTS))
-    tasks = min(cluster.tasks, info.most_replicas or cluster.tasks)
-    info.check(tasks, min(tasks, cluster.workers), cluster.ps if info.needs_servers else 0)
+    if info.most_replicas == 1:
+        cluster = cluster.alone()
+        situation = replace(situation, cluster=cluster)
+    tasks = cluster.tasks
+    info.check(tasks, cluster.workers, cluster.ps if info.needs_servers else 0)
     if situation.batch < tasks and not info.divides_model:
         raise UserError(
             f"a global batch of {situation.batch} for {tasks} replicas: each needs an example",
@@ -257,13 +262,6 @@ def _wanted(strategies: str, situation: Situation) -> Iterator[Declared]:
             continue
         found = (Declared(name, dict(each)) for each in COSTS[name].candidates(situation))
         yield from {str(each): each for each in found}.values()
-
-
-def _memory_of(choice: Choice, bound: float, limit: float | None) -> float:
-    """What a task may have: one device has its whole machine."""
-    if limit is None and strategy_info(choice.strategy.name).most_replicas == 1:
-        return min(kind.memory for kind in choice.situation.cluster.kinds)
-    return bound
 
 
 def _nothing(smallest: Choice | None, refusals: Sequence[Refusal], bound: float) -> tuple[str, str]:

@@ -62,7 +62,7 @@ def text(
     lines += [
         "Nothing but one process and one exchange was run; how well a model learns is not known.",
         f"To run it:     {command(best, target)}",
-        f"To be certain: {_compare(choices, target)}",
+        f"To be certain: {_compare(outcome, target)}",
     ]
     return "\n".join(lines)
 
@@ -111,10 +111,10 @@ def command(choice: Choice, target: str) -> str:
     """
     cluster, info = choice.situation.cluster, strategy_info(choice.strategy.name)
     words = ["spartito", "run" if target.endswith(".py") else "train"]
-    if cluster.machines > 1 and info.most_replicas != 1:
+    if cluster.machines > 1:
         words += ["--hosts", "HOST1,HOST2,..." if cluster.machines > 2 else "HOST1,HOST2"]
     words += ["--strategy", shlex.quote(str(choice.strategy))]
-    words += ["--workers", str(min(cluster.workers, info.most_replicas or cluster.workers))]
+    words += ["--workers", str(cluster.workers)]
     words += ["--ps", str(cluster.ps)] if info.needs_servers else []
     words.append(target)
     if not target.endswith(".py") and choice.situation.batch != choice.situation.profile.batch_size:
@@ -122,9 +122,9 @@ def command(choice: Choice, target: str) -> str:
     return " ".join(words)
 
 
-def _compare(choices: Sequence[Choice], target: str) -> str:
-    named = ", ".join(str(each.strategy) for each in choices[:3])
-    workers = choices[0].situation.cluster.workers
+def _compare(outcome: Outcome, target: str) -> str:
+    named = ", ".join(str(each.strategy) for each in outcome.choices[:3])
+    workers = outcome.situation.cluster.workers
     return f"spartito compare {target} --strategies {shlex.quote(named)} --workers {workers}"
 
 
@@ -139,10 +139,10 @@ def _heading(situation: Situation) -> str:
 
 def _table(outcome: Outcome, goal: Goal | None, fail: float) -> list[str]:
     situation = outcome.situation
-    price = situation.cluster.price
+    priced = situation.cluster.price > 0
     head = [*COLUMNS]
     head[-1:-1] = ["to the goal"] if goal else []
-    head[-1:-1] = ["price"] if goal and price else []
+    head[-1:-1] = ["price"] if goal and priced else []
     head[-1:-1] = ["lost"] if fail else []
     rows = [head]
     for choice in outcome.choices[:MOST_LINES]:
@@ -152,13 +152,13 @@ def _table(outcome: Outcome, goal: Goal | None, fail: float) -> list[str]:
             f"{_duration(cost.step)} ±{choice.width:.0%}",
             _number(cost.rate),
             f"{cost.efficiency:.0%}",
-            f"{size(cost.bytes)} of {size(outcome.limit)}",
+            f"{size(cost.bytes)} of {size(choice.limit)}",
             size(cost.sent) if cost.sent else "-",
         ]
         if goal:
             hours = choice.hours(goal.examples(situation))
             row.append(_duration(hours * 3600) if math.isfinite(hours) else "never")
-            row += [f"{hours * price:.4g}"] if price else []
+            row += [f"{hours * choice.situation.cluster.price:.4g}"] if priced else []
         row += [f"{choice.loss.fraction:.1%}"] if fail else []
         rows.append([*row, cost.limit])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

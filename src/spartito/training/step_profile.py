@@ -55,6 +55,7 @@ DIVISIONS = 4
 AXES = (2, 4, 8)
 """Tasks among which tensors are cut, for the strategy mesh."""
 MOST_PARTS = 512
+SIZE = "size"
 IQR = 1.349
 """Standard deviations between the quartiles of a normal distribution."""
 
@@ -89,7 +90,6 @@ class _Sample:
     """The steps of one setting, round by round: seconds by what they are spent on."""
 
     threads: int
-    batch: int = 0
     rounds: list[dict[str, list[float]]] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
@@ -98,12 +98,13 @@ class _Sample:
         They are means, as a step that waits for its data now and then waits in the mean.
         """
         medians = [median(_wholes(each)) for each in self.rounds]
-        best = self.rounds[medians.index(min(medians))]
+        best = dict(self.rounds[medians.index(min(medians))])
+        batch = fmean(best.pop(SIZE))
         whole = _wholes(best)
         low, _, high = quantiles(whole, n=4)
         return {
             "threads": self.threads,
-            "batch": self.batch,
+            "batch": batch,
             **{name: fmean(values) for name, values in best.items()},
             "steps": sum(len(_wholes(each)) for each in self.rounds),
             "deviation": (high - low) / IQR / median(whole),
@@ -113,7 +114,8 @@ class _Sample:
 
 def _wholes(times: dict[str, list[float]]) -> list[float]:
     """What each step took as a whole."""
-    return [sum(parts) for parts in zip(*times.values(), strict=True)]
+    parts = [values for name, values in times.items() if name != SIZE]
+    return [sum(step) for step in zip(*parts, strict=True)]
 
 
 class _Profiler:
@@ -201,9 +203,8 @@ class _Profiler:
                     self._step(streams[divisions])
                     own: dict[str, list[float]] = {}
                     until = time.perf_counter() + SECONDS / ROUNDS / len(samples)
-                    while len(own.get("input", ())) < LEAST or time.perf_counter() < until:
-                        sample.batch, times = self._step(streams[divisions])
-                        for name, value in times.items():
+                    while len(own.get(SIZE, ())) < LEAST or time.perf_counter() < until:
+                        for name, value in self._step(streams[divisions]).items():
                             own.setdefault(name, []).append(value)
                     sample.rounds.append(own)
         finally:
@@ -212,8 +213,8 @@ class _Profiler:
                 stream.close()
         return list(samples.values())
 
-    def _step(self, stream: Iterator[Batch]) -> tuple[int, dict[str, float]]:
-        """One step of the training loop, and the seconds of its parts."""
+    def _step(self, stream: Iterator[Batch]) -> dict[str, float]:
+        """One step of the training loop: its examples, and the seconds of its parts."""
         trainer, clock = self._trainer, time.perf_counter
         self._spent = dict.fromkeys(("forward", "passes", "update"), 0.0)
         began = clock()
@@ -225,7 +226,8 @@ class _Profiler:
             self._metrics.update(result.output, batch)
         self._synchronize()
         whole, spent = clock() - read, self._spent
-        return batch.size, {
+        return {
+            SIZE: batch.size,
             "input": read - began,
             "forward": spent["forward"],
             "backward": max(0.0, spent["passes"] - spent["forward"]),

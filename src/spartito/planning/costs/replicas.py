@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from spartito.declared import Declared
@@ -27,7 +26,8 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     """
     check_options(strategy, OPTIONS)
     if strategy.name == "one_device":
-        return _one_device(situation)
+        own = own_step(situation, situation.batch)
+        return Cost(own, held(situation, situation.batch), 0.0, situation.batch)
     cluster, model = situation.cluster, situation.profile.model
     examples, tasks = situation.local_batch, cluster.tasks
     own = own_step(situation, examples)
@@ -48,14 +48,3 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     )
     waits = {OTHERS: waiting(situation, own, tasks)}
     return Cost({**own, **exchange.seconds, **waits}, memory, exchange.sent, situation.batch)
-
-
-def _one_device(situation: Situation) -> Cost:
-    """One task has all cores of one machine, and the whole batch."""
-    cluster = situation.cluster
-    fastest = max(cluster.kinds, key=lambda kind: kind.speed * kind.cores)
-    alone = replace(
-        situation, cluster=replace(cluster, kinds=(replace(fastest, count=1),), workers=1)
-    )
-    own = own_step(alone, situation.batch)
-    return Cost(own, held(alone, situation.batch), 0.0, situation.batch)
