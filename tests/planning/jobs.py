@@ -12,7 +12,7 @@ from tests.replicas import warns
 STEPS = 4
 
 
-@warns("every=")
+@warns("every=", "compress=")
 def sent(text: str, width: int, per_machine: int) -> tuple[int, int]:
     """Bytes of the gradients, and what this task sends between machines for each update."""
     strategy = sp.strategy(text, timeout=20)

@@ -8,7 +8,7 @@ from typing import Any
 from spartito.launch.lines.line import Link
 from spartito.planning.cluster import Cluster, Kind
 from spartito.planning.costs.parts import Situation
-from spartito.planning.profile import Along, Line, Machine, Model, Part, Profile, Sample
+from spartito.planning.profile import Along, Code, Line, Machine, Model, Part, Profile, Sample
 
 MACHINE = Machine(
     cores=4,
@@ -18,6 +18,7 @@ MACHINE = Machine(
     contention=1.1,
     disk=2e8,
     start=4.0,
+    codes={"8bit": Code(0.252, 1e-9, 3e-10), "4bit": Code(0.127, 1e-9, 3e-10)},
 )
 PROFILE = Profile(
     target="train.py",

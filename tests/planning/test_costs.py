@@ -86,6 +86,7 @@ def test_what_a_step_is_made_of_is_never_negative(text: str) -> None:
         ("multi_worker_mirrored", 2, 1, 20_000),
         ("multi_worker_mirrored", 3, 1, 20_000),
         ("multi_worker_mirrored", 3, 1, 10),  # so small that each sends all of it to all
+        ('multi_worker_mirrored(compress="8bit")', 3, 1, 20_000),
         ("sharded(zero=1)", 3, 1, 20_000),
         ("sharded(zero=2)", 4, 2, 20_000),
     ],
@@ -100,7 +101,7 @@ def test_bytes_are_those_that_are_sent(
     own = cluster(tasks // per_machine, per_machine)
     predicted = predict(parse(text), Situation(profile, own, 512)).cost.sent
     # Figures of the step ride along: 40 bytes for each other task of a sum, and its messages.
-    assert predicted <= counted <= predicted + 400
+    assert predicted * 0.999 <= counted <= predicted * 1.001 + 400
 
 
 def test_a_sum_of_two_takes_what_was_measured() -> None:
@@ -193,7 +194,9 @@ def test_ten_thousand_workers_are_planned() -> None:
         ('pipeline(schedule="interleaved")', "several stages for each task"),
         ("sharded(zero=4)", "zero=4"),
         ("local_sgd(groups=9)", "9 groups of 4 workers"),
-        ('local_sgd(compress="4bit")', "does not know what compress=4bit costs"),
+        ('local_sgd(compress="topk")', "does not know what compress='topk' costs"),
+        ('local_sgd(compress="4bit")', "no sum leaves it"),
+        ("multi_worker_mirrored(bucket_bytes=9)", "does not know what bucket_bytes=9 costs"),
         ("mirrored(find_unused_parameters=True)", "does not know what find_unused"),
         ("tpu", "tpu: a plan does not know what it costs"),
     ],

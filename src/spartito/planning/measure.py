@@ -96,6 +96,7 @@ def profile_of(program: Program, steps: Mapping[str, Any], exchanges: Mapping[st
                 "contention": exchanges["contention"],
                 "disk": exchanges["disk"],
                 "start": steps["started"],
+                "codes": exchanges["codes"],
             },
         }
     )

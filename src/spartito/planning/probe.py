@@ -22,6 +22,9 @@ SIZES = {1 << 8: 200, 1 << 18: 20, 1 << 22: 3}
 ROUNDS = 5
 COMPUTES = 0.4
 """Seconds for which a process computes alone, then beside the other."""
+CODES = ("8bit", "4bit")
+CODED = 1 << 20
+"""Numbers that are packed and unpacked."""
 WRITTEN = 32 << 20
 """Bytes that are written to see how fast a checkpoint is."""
 
@@ -62,7 +65,7 @@ def main() -> None:
         each.barrier()
         each.close()
     if rank == 0:
-        found |= {"contention": max(1.0, alone / beside), "disk": _disk()}
+        found |= {"contention": max(1.0, alone / beside), "disk": _disk(), "codes": _codes()}
         Path(sys.argv[1]).write_text(json.dumps(found))
 
 
@@ -105,6 +108,34 @@ def _computed() -> float:
             wide.mul_(1.0)
         count += 1
     return count / (time.perf_counter() - began)
+
+
+def _codes() -> dict[str, dict[str, float]]:
+    """By code: bytes sent for each byte of numbers, and seconds of one to pack and unpack it."""
+    import torch
+
+    from spartito.engine.compression import choose
+
+    values, total = torch.randn(CODED), torch.zeros(CODED)
+    found = {}
+    for name in CODES:
+        code: Any = choose(name)
+        packed = code.pack(values)
+
+        def pack(code: Any = code) -> None:
+            code.pack(values.add(total))
+
+        def unpack(code: Any = code, packed: Any = packed) -> None:
+            total.add_(code.unpack(packed, CODED))
+
+        times = [median(_seconds(call, 1, float) for _ in range(ROUNDS)) for call in (pack, unpack)]
+        to_pack, to_unpack = (seconds / values.nbytes for seconds in times)
+        found[name] = {
+            "bytes": packed.nbytes / values.nbytes,
+            "pack": to_pack,
+            "unpack": to_unpack,
+        }
+    return found
 
 
 def _disk() -> float:

@@ -120,6 +120,21 @@ class Along:
 
 
 @dataclass(frozen=True, slots=True)
+class Code:
+    """What numbers in fewer bits come to, for each of their bytes.
+
+    Attributes:
+        bytes: That are sent.
+        pack: Seconds.
+        unpack: Seconds, and to add them up.
+    """
+
+    bytes: float
+    pack: float
+    unpack: float
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """What this machine takes for what tasks do together.
 
@@ -131,6 +146,7 @@ class Machine:
         contention: How many times slower a process computes when another one does, too.
         disk: Bytes a second that reach its disk.
         start: Seconds from the start of a process to its first step.
+        codes: Of compressed exchanges, by their name.
     """
 
     cores: int
@@ -140,6 +156,7 @@ class Machine:
     contention: float
     disk: float
     start: float
+    codes: Mapping[str, Code]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +267,7 @@ class Profile:
             raise ValueError(f"unknown {', '.join(sorted(unknown))}")
         machine = dict(found["machine"])
         machine |= {name: Line(**machine[name]) for name in ("shared", "sockets")}
+        machine["codes"] = {name: Code(**each) for name, each in machine["codes"].items()}
         made = cls(
             **dict(found)
             | {

@@ -260,7 +260,12 @@ def _wanted(strategies: str, situation: Situation) -> Iterator[Declared]:
         if name not in COSTS:
             yield Declared(name)
             continue
-        found = (Declared(name, dict(each)) for each in COSTS[name].candidates(situation))
+        known = strategy_info(name).options or ()
+        found = (
+            Declared(name, dict(each))
+            for each in COSTS[name].candidates(situation)
+            if set(each) <= set(known)
+        )
         yield from {str(each): each for each in found}.values()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log2
 
+from spartito.errors import UserError
 from spartito.launch.lines.line import Link
 from spartito.planning.costs.parts import LINK, MEMORY, Situation
 from spartito.planning.profile import Machine
@@ -101,6 +102,41 @@ def all_reduce(situation: Situation, nbytes: float, tasks: int, machines: int) -
     machine, cluster = situation.profile.machine, situation.cluster
     inside = in_memory(machine, nbytes, tasks / machines, cluster.cores)
     return Exchange(inside) + between(machine, cluster.link, nbytes, machines)
+
+
+def coded(
+    situation: Situation, nbytes: float, tasks: int, machines: int, compress: str | None
+) -> Exchange:
+    """A sum that leaves machines in fewer bits: each gets what all have packed, and unpacks it.
+
+    Args:
+        situation: What is planned.
+        nbytes: Of what is summed.
+        tasks: That take part.
+        machines: On which they are, evenly.
+        compress: The name of the code; None: all bits are sent.
+
+    Raises:
+        UserError: It was not measured.
+    """
+    if compress is None:
+        return all_reduce(situation, nbytes, tasks, machines)
+    machine, link = situation.profile.machine, situation.cluster.link
+    code = machine.codes.get(str(compress))
+    if code is None:
+        raise UserError(
+            f"a plan does not know what compress={compress!r} costs",
+            f"Known: {', '.join(machine.codes)}. Or run it: spartito compare.",
+        )
+    if machines <= 1 or link is None:
+        raise UserError(
+            f"compress={compress!r} on one machine: no sum leaves it", "Leave compress out."
+        )
+    inside = in_memory(machine, nbytes, tasks / machines, situation.cluster.cores)
+    sent = nbytes * code.bytes * (machines - 1)
+    own = (code.pack + code.unpack * machines) * nbytes
+    on_line = max(sent * 8 / link.rate, machine.sockets.each * sent)
+    return Exchange(inside + own, machine.sockets.start + link.delay + on_line, sent)
 
 
 def all_gather(situation: Situation, nbytes: float, tasks: int, machines: int) -> Exchange:

@@ -8,7 +8,7 @@ from typing import Any
 from spartito.declared import Declared
 from spartito.errors import UserError
 from spartito.planning.costs.compute import own_step, waiting
-from spartito.planning.costs.exchange import all_reduce, machines_of
+from spartito.planning.costs.exchange import all_reduce, coded, machines_of
 from spartito.planning.costs.memory import held
 from spartito.planning.costs.parts import (
     OTHERS,
@@ -19,7 +19,7 @@ from spartito.planning.costs.parts import (
     whole_number,
 )
 
-OPTIONS: tuple[str, ...] = ("groups", "every")
+OPTIONS: tuple[str, ...] = ("groups", "every", "compress")
 EVERY = 20
 """As `LocalSGDStrategy` has it."""
 
@@ -28,7 +28,10 @@ def candidates(situation: Situation) -> Iterable[Mapping[str, Any]]:
     """As `Costs.candidates`: a group for each machine, or two, that meet often and seldom."""
     cluster = situation.cluster
     groups = cluster.machines if cluster.machines > 1 else 2
-    return ({"groups": groups, "every": every} for every in (EVERY, 100))
+    codes = situation.profile.machine.codes if cluster.machines > 1 else ()
+    for every in (EVERY, 100):
+        yield {"groups": groups, "every": every}
+        yield from ({"groups": groups, "every": every, "compress": code} for code in codes)
 
 
 def cost(strategy: Declared, situation: Situation) -> Cost:
@@ -49,7 +52,8 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     inside = all_reduce(situation, model.gradients, members, near)
     inside *= 1 / situation.profile.accumulate
     apart = min(groups, cluster.machines)
-    meeting = all_reduce(situation, model.parameters, max(groups, apart), apart)
+    compress = strategy.options.get("compress")
+    meeting = coded(situation, model.parameters, max(groups, apart), apart, compress)
     copies = situation.profile.machine.shared.each * 2 * model.parameters
     exchange = inside + meeting * (1 / every)
     seconds = {**own, **exchange.seconds}
@@ -58,7 +62,7 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     memory = held(
         situation,
         situation.local_batch,
-        parameters=2.0,
+        parameters=2.0 if compress is None else 3.0,
         optimizer=1 / members if near == 1 else 1.0,
         exchange=model.gradients * (1 + (members > 1)),
     )

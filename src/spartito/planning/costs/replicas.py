@@ -7,16 +7,21 @@ from typing import Any
 
 from spartito.declared import Declared
 from spartito.planning.costs.compute import own_step, waiting
-from spartito.planning.costs.exchange import all_gather, all_reduce
+from spartito.planning.costs.exchange import all_gather, coded
 from spartito.planning.costs.memory import held
 from spartito.planning.costs.parts import OTHERS, UPDATE, Cost, Situation, check_options
 
-OPTIONS: tuple[str, ...] = ()
+OPTIONS: tuple[str, ...] = ("compress",)
+COMPRESSES = "multi_worker_mirrored"
+"""Which of them knows this option."""
+KEPT = 4
+"""Times the gradients that a compression has beside them: errors of two steps, numbers, sums."""
 
 
 def candidates(situation: Situation) -> Iterable[Mapping[str, Any]]:
-    """As `Costs.candidates`: as it is."""
-    return ({},)
+    """As `Costs.candidates`: as it is, and compressed between machines."""
+    codes = situation.profile.machine.codes if situation.cluster.machines > 1 else ()
+    return ({}, *({"compress": code} for code in codes))
 
 
 def cost(strategy: Declared, situation: Situation) -> Cost:
@@ -24,7 +29,7 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
 
     On one machine replicas divide the update, and the optimizer's state exists once.
     """
-    check_options(strategy, OPTIONS)
+    check_options(strategy, OPTIONS if strategy.name == COMPRESSES else ())
     if strategy.name == "one_device":
         own = own_step(situation, situation.batch)
         return Cost(own, held(situation, situation.batch), 0.0, situation.batch)
@@ -35,8 +40,11 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     if is_one_machine:
         own[UPDATE] /= tasks
     one_copy = strategy.name == "central_storage"
-    summing = all_gather if one_copy else all_reduce
-    exchange = summing(situation, model.gradients, tasks, cluster.machines)
+    compress = strategy.options.get("compress")
+    if one_copy:
+        exchange = all_gather(situation, model.gradients, tasks, cluster.machines)
+    else:
+        exchange = coded(situation, model.gradients, tasks, cluster.machines, compress)
     exchange *= 1 / situation.profile.accumulate
     part = 1 / tasks if is_one_machine else 1.0
     memory = held(
@@ -44,7 +52,7 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
         examples,
         parameters=1 / tasks if one_copy else 1.0,
         optimizer=part,
-        exchange=model.gradients,
+        exchange=model.gradients * (1 if compress is None else 1 + KEPT),
     )
     waits = {OTHERS: waiting(situation, own, tasks)}
     return Cost({**own, **exchange.seconds, **waits}, memory, exchange.sent, situation.batch)
