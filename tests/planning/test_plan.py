@@ -185,6 +185,23 @@ class Refuses(sp.Callback):
         raise AssertionError("it trains")
 
 
+def test_what_cannot_be_profiled_is_refused(
+    saved: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path(saved).write_text(replace(PROFILE, device="cuda").text())
+    assert main(["plan", "--profile", saved]) == 2
+    assert "a device of kind cuda" in capsys.readouterr().err
+    monkeypatch.setenv(ENV_PROFILE, str(tmp_path / "steps.json"))
+    net = nn.Sequential(nn.Linear(20, 4))
+    strategy = sp.PipelineStrategy(stages=1)
+    trainer = sp.Trainer(net, optimizer=torch.optim.Adam, loss=nn.MSELoss(), strategy=strategy)
+    with pytest.raises(UserError, match="the script makes pipeline"):
+        trainer.fit((torch.randn(8, 20), torch.randn(8, 4)))
+
+
 def test_a_training_is_profiled_and_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,7 @@ from spartito.mesh.describe import describe
 from spartito.mesh.layout import DEFAULT, Layout
 from spartito.names import ENV_PROFILE
 from spartito.report.lines import line_of
+from spartito.steps.computation import WholeModel
 from spartito.storage.atomic import write_file_atomically
 from spartito.system import resident_memory
 from spartito.system.capacity import available_cores
@@ -65,22 +66,29 @@ def is_wanted() -> bool:
     return bool(os.environ.get(ENV_PROFILE))
 
 
-def profile_and_end(trainer: Trainer, chain: Dataset) -> NoReturn:
+def profile_and_end(trainer: Trainer, chain: Dataset, steps: int | None) -> NoReturn:
     """Measure, write the file that ``SPARTITO_PROFILE`` names, and end the process.
 
     Args:
         trainer: Whose `fit` begins.
         chain: What it would train on.
+        steps: Of an epoch; None: as many as the data has.
 
     Raises:
-        UserError: Several tasks are there, or the batches are too small.
+        UserError: Several tasks are there, or parts of a pipeline.
         SystemExit: With 0, when the file is there.
     """
     if trainer.coordination.cluster.world_size > 1:
         raise UserError(f"{ENV_PROFILE} in a job of several tasks", "Profile one process.")
-    began = time.time()
+    if not isinstance(trainer.strategy.engine.computation, WholeModel):
+        raise UserError(
+            f"the script makes {trainer.strategy} itself, and a profile is of one device",
+            "Take what the launcher decides, sp.strategy(), or leave the strategy out.",
+        )
+    began = time.monotonic()
     found = _Profiler(trainer, chain).record()
-    found["seconds"] = time.time() - began
+    found["steps_per_epoch"] = steps or chain.steps_per_epoch
+    found["seconds"] = time.monotonic() - began
     write_file_atomically(Path(os.environ[ENV_PROFILE]), line_of(found) + "\n")
     sys.exit(0)
 
@@ -161,7 +169,6 @@ class _Profiler:
             },
             "batch_size": size or batch.size,
             "examples": chain.examples,
-            "steps_per_epoch": trainer.steps_per_epoch or chain.steps_per_epoch,
             "accumulate": self._engine.team.pairs.only.accumulate,
             "tokens_per_example": _tokens(batch),
             "example_bytes": sum(map(_nbytes, _tensors(batch.data))) / max(1, batch.size),

@@ -226,7 +226,7 @@ class Trainer:
         if steps_per_epoch is None and chain.repeats is None:
             raise UserError("data that repeats without end", "Give steps_per_epoch.")
         if is_wanted():
-            profile_and_end(self, chain)
+            profile_and_end(self, chain, steps_per_epoch)
         apart = self.coordination.job.has_evaluator and validation_data is not None
         self.left_to_evaluator = apart and not self.coordination.is_evaluator
         self.schedule.check_figures(

@@ -36,6 +36,15 @@ class Situation:
     cluster: Cluster
     batch: int
 
+    def __post_init__(self) -> None:
+        """Refuse what was measured on other devices than CPUs."""
+        if self.profile.device != "cpu":
+            raise UserError(
+                f"the profile was made on a device of kind {self.profile.device}, and what "
+                "exchanges between those take was not measured",
+                "Compare there: spartito compare. A plan is for CPUs: hide the accelerators.",
+            )
+
     @property
     def local_batch(self) -> float:
         """The examples of a task, where each has a replica."""
