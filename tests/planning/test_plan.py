@@ -148,10 +148,13 @@ def test_other_files_are_no_profiles(tmp_path: Path, change: dict[str, Any], tol
         Profile.read(path)
 
 
-def test_a_script_that_changed_is_another_model(saved: str, tmp_path: Path) -> None:
+def test_a_script_that_changed_is_another_model(
+    saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "train.py"
     script.write_text("print(1)")
     assert main(["plan", str(script), "--profile", saved]) == 2
+    assert "made before train.py or its arguments changed" in capsys.readouterr().err
 
 
 def test_nothing_is_overwritten(saved: str, tmp_path: Path) -> None:
@@ -210,7 +213,13 @@ def test_a_training_is_profiled_and_planned(
     monkeypatch.setenv(ENV_PROFILE, str(tmp_path / "steps.json"))
     net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 4))
     optimizer = torch.optim.Adam(net.parameters())
-    trainer = sp.Trainer(net, optimizer=optimizer, loss=nn.CrossEntropyLoss(), metrics="accuracy")
+    trainer = sp.Trainer(
+        net,
+        optimizer=optimizer,
+        loss=nn.CrossEntropyLoss(),
+        metrics="accuracy",
+        run_dir=tmp_path / "kept",
+    )
     kept = sp.callbacks.ModelCheckpoint(str(tmp_path / "kept"))
     data = torch.randn(400, 20), torch.randint(4, (400,))
     threads = torch.get_num_threads()

@@ -121,7 +121,7 @@ def _steps(
         ENV_RUN_DIR: str(folder / "run"),
         ENV_STRATEGY: "one_device",
     }
-    _say(f"profiling {program.title}: one process trains for some seconds")
+    _say(f"profiling {program.title}: one process trains for about ten seconds")
     began = time.monotonic()
     code, said = _run([sys.executable, *words], env, until=file)
     if not file.exists():
@@ -143,7 +143,7 @@ def _steps(
 
 def _exchanges(folder: Path, base: Mapping[str, str]) -> dict[str, Any]:
     """What two processes find out about the machine."""
-    _say("measuring how two processes of this machine exchange")
+    _say("two processes of this machine exchange for about five seconds")
     file = folder / "exchanges.json"
     told = environments(dict(base), Position(0, 1, "127.0.0.1", free_port()), 2)
     words = [sys.executable, str(Path(probe.__file__)), str(file)]

@@ -294,12 +294,11 @@ class Profile:
         Raises:
             UserError: It was made of something else.
         """
-        if (self.target, self.source) != (target, source):
-            changed = "as it was then" if self.target == target else ""
-            raise UserError(
-                f"--profile is of {self.target} {changed}".rstrip() + f", and not of {target}",
-                "Leave --profile out to profile again, or leave the script out.",
-            )
+        again = "Leave --profile out to profile again, or leave the script out."
+        if self.target != target:
+            raise UserError(f"--profile is of {self.target}, and not of {target}", again)
+        if self.source != source:
+            raise UserError(f"--profile was made before {target} or its arguments changed", again)
 
 
 def source_of(script: Path | None, arguments: Sequence[str]) -> str:

@@ -122,6 +122,7 @@ class Trainer:
         self.coordination = self.strategy.coordination
         self.is_chief = self.coordination.cluster.is_chief
         task = str(self.coordination.cluster.task)
+        run_dir = None if is_wanted() else run_dir  # who is measured writes nothing of the user's
         if folder := status.folder(run_dir):
             if self.is_chief:
                 check_free(folder)
