@@ -154,6 +154,9 @@ class _Profiler:
         learned = optimizer_parameters(trainer.optimizer)
         parameters, buffers = list(self._model.parameters()), list(self._model.buffers())
         state = [t for held in trainer.optimizer.state.values() for t in _tensors(held)]
+        own = sum(map(_nbytes, [*parameters, *buffers, *learned, *state])) + kept["bytes"]
+        # Libraries are loaded in the first steps, too: what is there now, but for the tensors.
+        base = max(self._base, resident_memory() - own)
         names = [[name, list(p.shape), str(p.dtype)] for name, p in self._model.named_parameters()]
         return {
             "model": {
@@ -174,7 +177,7 @@ class _Profiler:
             "example_bytes": sum(map(_nbytes, _tensors(batch.data))) / max(1, batch.size),
             "device": self._device.type,
             "cores": cores,
-            "base_memory": max(0, self._base),
+            "base_memory": max(0, base),
             "activations": kept,
             "samples": [sample.record() for sample in samples],
             "parts": parts,
