@@ -110,13 +110,15 @@ class _Sample:
         batch = fmean(best.pop(SIZE))
         whole = _wholes(best)
         low, _, high = quantiles(whole, n=4)
+        deviation = (high - low) / IQR / median(whole)
+        slower = median(medians) / min(medians) - 1 if len(medians) > 1 else deviation
         return {
             "threads": self.threads,
             "batch": batch,
             **{name: fmean(values) for name, values in best.items()},
             "steps": sum(len(_wholes(each)) for each in self.rounds),
-            "deviation": (high - low) / IQR / median(whole),
-            "between_rounds": median(medians) / min(medians) - 1,
+            "deviation": deviation,
+            "between_rounds": slower,
         }
 
 
@@ -203,20 +205,22 @@ class _Profiler:
                     self._step(stream)
                     if time.perf_counter() - began > SECONDS / WARM_UP:
                         break
-            began = time.perf_counter()
+            spent, limit = dict.fromkeys(samples, 0.0), SECONDS / len(samples)
             for number in range(ROUNDS):
-                if time.perf_counter() - began > SECONDS:
-                    break
                 note("measures steps: round %d of %d", number + 1, ROUNDS)
                 for (threads, divisions), sample in samples.items():
+                    if spent[threads, divisions] > limit:  # its steps are long: it has had its time
+                        continue
                     torch.set_num_threads(threads)
                     self._step(streams[divisions])
                     own: dict[str, list[float]] = {}
-                    until = time.perf_counter() + SECONDS / ROUNDS / len(samples)
+                    start = time.perf_counter()
+                    until = start + limit / ROUNDS
                     while len(own.get(SIZE, ())) < LEAST or time.perf_counter() < until:
                         for name, value in self._step(streams[divisions]).items():
                             own.setdefault(name, []).append(value)
                     sample.rounds.append(own)
+                    spent[threads, divisions] += time.perf_counter() - start
         finally:
             torch.set_num_threads(before)
             for stream in streams.values():
