@@ -50,7 +50,7 @@ def text(
     rate = f"{_number(best.rate / (1 + best.width))} to {_number(best.rate * (1 + best.width))}"
     if best.width > BUSY:
         lines.append(
-            f"the rounds of the profile differ by {best.width:.0%}: this machine has other work; "
+            f"the rounds of the profile differ by {best.width:.0%}: its machine had other work; "
             "profile again when it has none"
         )
     lines.append(f"{best.strategy}: {rate} examples/s; each task {best.cost.limit}")
@@ -149,7 +149,7 @@ def _table(outcome: Outcome, goal: Goal | None, fail: float) -> list[str]:
         cost = choice.cost
         row = [
             str(choice.strategy),
-            f"{_duration(cost.step)} ±{choice.width:.0%}",
+            f"{_duration(cost.step)} {_width(choice.width)}",
             _number(cost.rate),
             f"{cost.efficiency:.0%}",
             f"{size(cost.bytes)} of {size(choice.limit)}",
@@ -197,6 +197,10 @@ def _choice(choice: Choice, target: str, goal: Goal | None) -> Mapping[str, Any]
         "not_known": list(cost.said),
         "command": command(choice, target),
     }
+
+
+def _width(width: float) -> str:
+    return f"±{width:.0%}" if width < 1 else "±100% or more"
 
 
 def _number(value: float) -> str:
