@@ -17,6 +17,8 @@ WORTH = 1.03
 BUSY = 0.25
 """The width from which on a reader is told why it is so wide."""
 MOST_LINES = 20
+SHORT = 0.01
+"""Seconds of a step in which meetings and Python weigh more than what was measured."""
 COLUMNS = ("strategy", "step", "examples/s", "own work", "memory", "sent/update", "limited by")
 
 
@@ -52,6 +54,11 @@ def text(
         lines.append(
             f"the rounds of the profile differ by {best.width:.0%}: its machine had other work; "
             "profile again when it has none"
+        )
+    if best.cost.step < SHORT:
+        lines.append(
+            f"steps of {_duration(best.cost.step)} are short: the order of strategies was wrong in "
+            "two of three trials of such (docs/plan.md), so compare those at the top"
         )
     lines.append(f"{best.strategy}: {rate} examples/s; each task {best.cost.limit}")
     lines += [f"{best.strategy}: {said}" for said in best.cost.said]
