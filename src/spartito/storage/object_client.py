@@ -27,6 +27,7 @@ EXTRAS = {
     **dict.fromkeys(("gs", "gcs"), "gcs"),
     **dict.fromkeys(("az", "azure", "abfs", "abfss"), "azure"),
     **dict.fromkeys(("hdfs", "viewfs"), "hdfs"),
+    **dict.fromkeys(("http", "https"), "web"),
     "hf": "hf",
 }
 """The extra of the package that brings what a protocol needs; others need ``remote``."""
@@ -168,8 +169,10 @@ def no_package(url: str, error: Exception) -> UserError:
         known = sorted({*OBJECTS, *EXTRAS, "file", "hdfs", "sftp", "webhdfs"})
         return UserError(f"{url} has an unknown protocol, {scheme!r}", nearest(scheme, known))
     extra = EXTRAS.get(scheme, "remote")
+    is_absent = scheme in OBJECTS and importlib.util.find_spec("obstore") is None
+    why = "the package obstore is not installed" if is_absent else error
     return UserError(
-        f"{url} cannot be reached: {error}",
+        f"{url} cannot be reached: {why}",
         f"pip install 'spartito[{extra}]'"
         + (f", and the package of {scheme}:// for fsspec." if extra == "remote" else "."),
     )
