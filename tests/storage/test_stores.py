@@ -311,10 +311,16 @@ def test_checkpoints_in_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(UserError, match="final is there already"):
             trained.save(f"{server.url}/final")
         other.load(f"{server.url}/final")
+        other.save(f"{server.url}/last")
+        mean = tmp_path / "mean.safetensors"
         for words, said in (
             (["show", url], "weight  2x8"),
             (["verify", f"{server.url}/final"], "whole, 2 tensors"),
             (["convert", url, str(tmp_path / "model.safetensors")], "wrote"),
+            (
+                ["average", f"{server.url}/final", f"{server.url}/last", str(tmp_path / "a.pt")],
+                "wrote",
+            ),
             (["show", f"{server.url}/none"], "has no checkpoint that is whole"),
         ):
             told = io.StringIO()

@@ -42,11 +42,14 @@ class LocalCopies:
 
     Args:
         store: Where they lie.
+        name: The only one that goes through it, so that others of the store have folders of their
+            own; "" where all do.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, name: str = "") -> None:
         self._store, self._lock = store, -1
-        identity = hashlib.sha256(store.url.encode()).hexdigest()[:16]
+        where = f"{store.url}/{name}" if name else store.url
+        identity = hashlib.sha256(where.encode()).hexdigest()[:16]
         self.folder = temporary_folder() / f"spartito-{os.getuid()}" / f"backup-{identity}"
         self.written = self.folder / "written"
         """Where what is uploaded is written first."""
@@ -173,7 +176,7 @@ class StoredCheckpoint:
         self._url = url.rstrip("/")
         folder, _, self._name = self._url.rpartition("/")
         self._store = open_store(folder)
-        self._copies = LocalCopies(self._store)
+        self._copies = LocalCopies(self._store, self._name)
 
     @property
     def path(self) -> Path:
@@ -262,6 +265,6 @@ def fetch_checkpoint(path: str | os.PathLike[str]) -> Path:
                 "Name one, or the folder of those that ModelCheckpoint wrote.",
             )
         name = found[-1][0]
-    copies = LocalCopies(store)
+    copies = LocalCopies(store, name)
     atexit.register(copies.release)
     return copies.fetch(name)

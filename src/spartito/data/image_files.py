@@ -16,6 +16,9 @@ from spartito.storage.whole_files import read_cached
 THREADS = 32
 """Files that are fetched together: each takes as long as the store thinks about it."""
 
+MOST = 4096
+"""Files that are kept for who expected them: some are never asked for."""
+
 Stamp = tuple[int, str]
 """A file's size in bytes, and what changes when its content does."""
 
@@ -71,11 +74,11 @@ class RemoteImages(ImageFiles):
         self._files, self._cache = files, cache
         self._found = {f"{files.url}/{file.name}": file for file in found}
         self._coming: dict[str, Future[bytes]] = {}
-        self._threads: ThreadPoolExecutor | None = None
+        self._own: dict[str, ThreadPoolExecutor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Another process has threads of its own."""
-        return {**self.__dict__, "_coming": {}, "_threads": None}
+        return {**self.__dict__, "_coming": {}, "_own": {}}
 
     def read(self, path: str) -> bytes:
         coming = self._coming.pop(path, None)
@@ -89,10 +92,13 @@ class RemoteImages(ImageFiles):
         return (file.size, file.version) if file.version else None
 
     def expect(self, paths: Sequence[str]) -> None:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="spartito image")
+        if "threads" not in self._own:
+            made = ThreadPoolExecutor(THREADS, thread_name_prefix="spartito image")
+            self._own.setdefault("threads", made)
         for path in paths:
-            self._coming[path] = self._threads.submit(self._fetch, path)
+            self._coming[path] = self._own["threads"].submit(self._fetch, path)
+        for path in list(self._coming)[: max(0, len(self._coming) - MOST)]:
+            self._coming.pop(path, None)  # of what another task has decoded meanwhile
 
     def _fetch(self, path: str) -> bytes:
         file = self._found[path]
