@@ -317,10 +317,7 @@ def test_checkpoints_in_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             (["show", url], "weight  2x8"),
             (["verify", f"{server.url}/final"], "whole, 2 tensors"),
             (["convert", url, str(tmp_path / "model.safetensors")], "wrote"),
-            (
-                ["average", f"{server.url}/final", f"{server.url}/last", str(tmp_path / "a.pt")],
-                "wrote",
-            ),
+            (["average", *(f"{server.url}/{n}" for n in ("final", "last")), str(mean)], "wrote"),
             (["show", f"{server.url}/none"], "has no checkpoint that is whole"),
         ):
             told = io.StringIO()
