@@ -25,6 +25,7 @@ from torch import nn
 import spartito as sp
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.store.server import Server
+from spartito.engine.logged import log
 from spartito.errors import UserError
 from spartito.registry import strategy_info
 from spartito.steps.recovery import ElsewhereError, Standing, share_state
@@ -120,6 +121,12 @@ class Losses(sp.Callback):
         self.seen = state["seen"]
 
 
+def reporting(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss that reports figures of its own."""
+    log("confidence", output.softmax(1).amax(1))
+    return nn.functional.cross_entropy(output, target, reduction="none")
+
+
 def train(plan: Plan, rank: int, folder: Path) -> dict[str, Any]:
     options = dict(plan.strategy)
     cut = options.get("name") in ("mesh", "pipeline")
@@ -140,7 +147,7 @@ def train(plan: Plan, rank: int, folder: Path) -> dict[str, Any]:
             optimizer=lambda p: getattr(torch.optim, given["optimizer"])(
                 p, lr=0.05, **given.get("options", {})
             ),
-            loss=nn.CrossEntropyLoss(),
+            loss=reporting if given.get("reports") else nn.CrossEntropyLoss(),
             metrics=given.get("metrics", ["accuracy"]),
             scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 4),
             accumulate=given["accumulate"],
@@ -261,7 +268,8 @@ SCRIPTS: list[tuple[str, Plan]] = [
         Plan(
             2,
             frozenset({(1, 2), (0, 7)}),
-            training={"accumulate": 2, "metrics": ["accuracy", "confusion_matrix"], "norm": True},
+            training={"accumulate": 2, "metrics": ["accuracy", "confusion_matrix"], "norm": True,
+                      "reports": True},
         ),
     ),
     (
@@ -273,7 +281,7 @@ SCRIPTS: list[tuple[str, Plan]] = [
                 "name": "multi_worker_mirrored", "communication": "sockets", "bucket_bytes": 64
             },
             asks=(1, 14),
-            training={"bad": [30]},
+            training={"bad": [30], "reports": True},
         ),
     ),
     (

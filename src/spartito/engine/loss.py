@@ -18,6 +18,7 @@ from spartito.data.batch import Batch
 from spartito.data.collate import leaves, rows
 from spartito.data.placing import known_to_host
 from spartito.engine.host_reads import kept_on_host
+from spartito.engine.logged import listening
 from spartito.engine.loss_graph import BeginAtLosses
 from spartito.engine.loss_means import divisor
 from spartito.errors import UserError
@@ -201,7 +202,7 @@ def needs_all(model: nn.Module, batch: Batch, output: Any, found: WeightedLoss) 
     loss = own_loss(output)
     if not isinstance(loss, Tensor) or loss.dim() or (loss.requires_grad and not found.is_guess):
         return False
-    with torch.enable_grad():
+    with torch.enable_grad(), listening(None):
         loss = own_loss(forward(model, batch.data, has_loss=False))
         return divisor(loss, batch.size) is not None
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spartito.accelerators import generator_states, set_generator_states
 from spartito.data.batch import Batch
+from spartito.engine.logged import listening
 from spartito.engine.loss import LossFunction, WeightedLoss, look, mapped, of_torch
 from spartito.engine.loss_means import ADVICE, COMPARES
 from spartito.errors import UserError
@@ -76,10 +77,11 @@ def compare_halves(
     device = found.value.device
     states = generator_states(device)
     try:
-        parts = [
-            _part(_copied(loss), output, batch, begin, end)
-            for begin, end in ((0, size), (0, middle), (middle, size))
-        ]
+        with listening(None):
+            parts = [
+                _part(_copied(loss), output, batch, begin, end)
+                for begin, end in ((0, size), (0, middle), (middle, size))
+            ]
     except UserError:
         raise
     except Exception:

@@ -15,6 +15,7 @@ from spartito.data.collate import count_rows, rows
 from spartito.engine.backward import backward, first_gradient
 from spartito.engine.batchnorm import check_evaluation, keeping_statistics
 from spartito.engine.host_reads import Number
+from spartito.engine.logged import listening
 from spartito.engine.loss import (
     LossFunction,
     WeightedLoss,
@@ -311,7 +312,8 @@ def _look_at_own(pair: Pair, batch: Batch) -> tuple[Any, WeightedLoss]:
     if pair.looks_from_first is None:
         pair.looks_from_first = needs_all(pair.model, batch, output, found)
         if pair.looks_from_first:
-            return look_at_own(pair.model, batch, from_first=True)
+            with listening(None):  # it has reported its figures
+                return look_at_own(pair.model, batch, from_first=True)
     return output, found
 
 

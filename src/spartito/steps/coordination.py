@@ -90,6 +90,11 @@ class Account(Protocol):
         """Whether some tasks see no outputs in training."""
         ...
 
+    @property
+    def counts(self) -> bool:
+        """Whether what this task finds in outputs is among what `counted` returns."""
+        ...
+
     def counted(self, parts: list[bytes]) -> list[bytes]:
         """What tasks of all data shards have found in outputs: of who has these; all call it."""
         ...
@@ -100,6 +105,7 @@ class Alike:
 
     traffic = Traffic()
     hides_outputs = False
+    counts = True
 
     def settle(self) -> None:
         """They write into their own."""

@@ -441,6 +441,11 @@ class Pipelines:
             parameters[name].grad = torch.empty_like(parameters[name]).copy_(total)
 
     @property
+    def has_last_stage(self) -> bool:
+        """Whether this task computes the outputs."""
+        return self.shape.stages - 1 in self.own
+
+    @property
     def messages(self) -> Messages:
         """Those of this task's pipeline."""
         self._team.groups.meet()
@@ -543,6 +548,11 @@ class StageAgreement:
     def conclude(self) -> None:
         """As `Account.conclude`."""
         self._pipelines.keep_timeline()
+
+    @property
+    def counts(self) -> bool:
+        """As `Account.counts`."""
+        return self._pipelines.has_last_stage
 
     def counted(self, parts: list[bytes]) -> list[bytes]:
         """As `Account.counted`: the last stage has the outputs in training."""

@@ -475,6 +475,7 @@ class MeshAgreement:
     """
 
     hides_outputs = False
+    counts = True
     layout: Mapping[str, Any] | None = None
     """What `TensorParallel.describe` found of the model that was prepared last."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import chain as flatten
 from itertools import islice
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
 from spartito.engine.host_reads import Number, added, on_host
+from spartito.engine.logged import listening
 from spartito.engine.loss import LossFunction
 from spartito.errors import UserError
 from spartito.heartbeat import EVALUATE, beat
@@ -24,6 +25,7 @@ from spartito.training.loops.clock import StepLogs
 from spartito.training.metrics import Metric
 from spartito.training.metrics.base import encode
 from spartito.training.metrics.gathering import MetricSet, computed
+from spartito.training.metrics.logged import refuse_uncounted
 from spartito.training.train_modes import evaluating
 
 
@@ -58,7 +60,7 @@ class Evaluation:
         losses: list[Number] = [0.0, 0.0]
         examples = 0
         self._strategy.coordination.synchronize()
-        with evaluating(self._model):
+        with evaluating(self._model), self._listening():
             # It is kept, so that a corrupt example is named once.
             self._batches.load_state_dict({"pass": 0, "step": 0})
             with closing(self._once()) as batches:
@@ -67,7 +69,8 @@ class Evaluation:
                     for hook in begin:
                         hook(number)
                     try:
-                        loss, weight, output = self._strategy.evaluate(batch, self._loss)
+                        with self._refusing():
+                            loss, weight, output = self._strategy.evaluate(batch, self._loss)
                     except Exception as error:
                         at = f"in evaluation step {number + 1}"
                         note_batch(error, batch, self._chain, at, self._model)
@@ -89,12 +92,23 @@ class Evaluation:
                 "Their targets are all left out (ignore_index), or weigh nothing.",
             )
         found = {"loss": loss / weight}
-        if self._metrics:
-            parts = self._batches.collect(encode(states))
-            found |= computed(self._metrics.merged(parts, {}))
+        parts = self._batches.collect(encode(states))
+        found |= computed(self._metrics.merged(parts, {}))
         for callback in callbacks:
             callback.on_test_end(found)
         return found
+
+    def _listening(self) -> AbstractContextManager[None]:
+        """A block in which figures are reported by `sp.log`."""
+        return listening(self._metrics.logged.take if self._is_counted else None)
+
+    def _refusing(self) -> AbstractContextManager[None]:
+        """A block in which the model reports none on a task whose figures do not count."""
+        return nullcontext() if self._is_counted else listening(refuse_uncounted)
+
+    @property
+    def _is_counted(self) -> bool:
+        return self._strategy.engine.parts.placement.account.counts
 
     def _once(self) -> Generator[Batch]:
         """The batches of one epoch, no more than the steps that were asked for."""

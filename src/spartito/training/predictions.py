@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from spartito.data.batch import Batch
 from spartito.data.collate import rows
 from spartito.data.dataset import Dataset
+from spartito.engine.logged import listening
 from spartito.engine.loss import LossFunction
 from spartito.errors import UserError
 from spartito.heartbeat import EVALUATE, beat
@@ -35,7 +36,7 @@ def predicted(
     for callback in callbacks:
         callback.on_predict_begin()
     batches = strategy.distribute(dataset, training=False)
-    with closing(iter(batches)) as stream:
+    with closing(iter(batches)) as stream, listening(None):
         for number, batch in enumerate(islice(stream, steps)):
             beat(None, EVALUATE)
             for hook in begin:

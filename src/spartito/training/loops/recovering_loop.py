@@ -131,7 +131,7 @@ class RecoveringLoop(TrainingLoop):
         """As `Aboard.brings`."""
         return (
             float(self._groups.somebody_waits),
-            *(self._metrics.brings(self._collect) if self._metrics else ()),
+            *self._metrics.brings(self._collect),
         )
 
     def _collect(self, own: bytes) -> list[bytes]:
@@ -142,8 +142,7 @@ class RecoveringLoop(TrainingLoop):
     def brought(self, total: Sequence[float]) -> None:
         """As `Aboard.brought`."""
         self._welcomes = total[0] > 0
-        if self._metrics:
-            self._metrics.brought(total[1:])
+        self._metrics.brought(total[1:])
 
     # The epochs, from wherever this task is
 
@@ -155,7 +154,7 @@ class RecoveringLoop(TrainingLoop):
             while self._stage < END and self._epoch < epochs.stop:
                 if self._stage == TRAIN:
                     self._begin_epoch(self._epoch)
-                    with closing(next(batches)) as given:
+                    with closing(next(batches)) as given, self._listening():
                         self._train_epoch(given)
                     trainer.epoch = self._epoch + 1
                     self._stage, self._hook = CONCLUDE, ALL
@@ -241,9 +240,7 @@ class RecoveringLoop(TrainingLoop):
 
     def _whole_metrics(self) -> list[Metric]:
         metrics = self._metrics
-        if not metrics:
-            return []
-        found, near = metrics.carried(), self._placed.near
+        found, near = [*metrics.carried(), *self._collect(metrics.rest())], self._placed.near
         if near is not None:  # those of all groups
             own = json.dumps([part.hex() for part in found] if near.is_leader else []).encode()
             told = self._groups.data.all_gather_bytes(own)

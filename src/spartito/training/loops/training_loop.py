@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
 from spartito.data.memory import few_rows
 from spartito.engine.host_reads import Number, added, read
+from spartito.engine.logged import listening
 from spartito.engine.seed import random_state, set_random_state
 from spartito.failpoints import watched
 from spartito.heartbeat import DATA, EVALUATE, SERVE, STEP, beat
@@ -28,6 +29,7 @@ from spartito.training.loops.clock import Clock, StepLogs
 from spartito.training.metrics import Metric
 from spartito.training.metrics.base import State
 from spartito.training.metrics.gathering import MetricSet, computed
+from spartito.training.metrics.logged import refuse_uncounted
 from spartito.training.nonfinite import SKIP, SKIPPED
 from spartito.training.resume import check_position, meaning, next_epoch
 
@@ -155,7 +157,7 @@ class TrainingLoop:
     ) -> None:
         trainer, callbacks = self._trainer, self._trainer.callbacks
         self._running = epoch
-        with closing(batches):
+        with closing(batches), self._listening():
             self._train_epoch(batches)
         trainer.epoch = epoch + 1
         coordination = self._coordination
@@ -165,6 +167,14 @@ class TrainingLoop:
             self._forget()
             for callback in callbacks:
                 callback.on_epoch_end(epoch, logs)
+
+    def _listening(self) -> AbstractContextManager[None]:
+        """A block of steps, in which figures are reported by `sp.log`."""
+        return listening(self._metrics.logged.take if self._is_counted else None)
+
+    @property
+    def _is_counted(self) -> bool:
+        return self._strategy.engine.parts.placement.account.counts
 
     def _conclude(
         self, epoch: int, validation: Evaluation | None, history: History
@@ -193,7 +203,7 @@ class TrainingLoop:
             set_random_state(self._random)
             self._random = ""
         waited = self._coordination.traffic.waited
-        now, step = time.perf_counter, self._step
+        now, step = time.perf_counter, self._step if self._is_counted else self._step_uncounted
         while True:
             before = now()
             beat(trainer.step, DATA)
@@ -239,7 +249,14 @@ class TrainingLoop:
         result = self._strategy.step(batch, trainer.loss, stop=stop)
         if result.output is not None:
             self._metrics.update(result.output, batch)
+        elif not batch.size:
+            self._metrics.logged.forget()
         return result
+
+    def _step_uncounted(self, batch: Batch) -> StepResult:
+        """The same on a task whose figures do not count: its part of the model reports none."""
+        with listening(refuse_uncounted):
+            return self._step(batch)
 
     def _after_steps(self) -> list[Callable[..., None]]:
         """What is called after each step."""
@@ -322,8 +339,6 @@ class TrainingLoop:
 
     def _whole_metrics(self) -> list[Metric]:
         """The epoch's metrics over all replicas, with what came before a checkpoint."""
-        if not self._metrics:
-            return []
         return self._metrics.merged(
             self._batches.collect(self._metrics.state()), self._metrics_before
         )

@@ -134,10 +134,13 @@ def merged(parts: Sequence[Any], reduction: str) -> Any:
 
 
 def named(name: str, value: Value) -> dict[str, Value]:
-    """The figures of a metric: one by its name, or ``name_key`` for each key of a mapping."""
+    """The figures of a metric: one by its name, or ``name_key`` for each key of a mapping.
+
+    Those of one without a name have their keys.
+    """
     found = plain(value)
     if isinstance(found, dict):
-        return {f"{name}_{key}": part for key, part in found.items()}
+        return {f"{name}_{key}" if name else key: part for key, part in found.items()}
     return {name: found}
 
 

@@ -9,6 +9,7 @@ import torch
 
 from spartito.data.batch import Batch
 from spartito.training.metrics.base import Metric, State, Value, decode, encode, named
+from spartito.training.metrics.logged import Logged
 
 
 class MetricSet:
@@ -18,22 +19,26 @@ class MetricSet:
     """
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
-        self._metrics = [metric.fresh() for metric in metrics]
+        self._given = [metric.fresh() for metric in metrics]
+        self.logged = Logged({metric.name for metric in metrics})
+        self._metrics = [*self._given, self.logged]
         self._taken: list[bytes] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._metrics)
-
     def update(self, output: Any, batch: Batch) -> None:
-        """Add the rows of a local batch, if there are any."""
-        if self._metrics and batch.size:
+        """Add the rows of a local batch, if there are any, and what was reported of them."""
+        size = batch.size
+        if not size:
+            self.logged.forget()
+            return
+        if self._given:
             target, learns = batch.target, torch.is_grad_enabled()
             torch._C._set_grad_enabled(False)  # torch.no_grad() is four calls of Python
             try:
-                for metric in self._metrics:
-                    metric.update(output, target, batch.size)
+                for metric in self._given:
+                    metric.update(output, target, size)
             finally:
                 torch._C._set_grad_enabled(learns)
+        self.logged.settle(size)
 
     def reset(self) -> None:
         """Begin a new epoch."""
@@ -46,16 +51,15 @@ class MetricSet:
         return [metric.state_dict() for metric in self._metrics]
 
     def state(self) -> bytes:
-        """The same for other tasks; empty without metrics."""
-        return encode(self.states()) if self else b""
+        """The same for other tasks."""
+        return encode(self.states())
 
     def take(self) -> bytes:
         """The same, which is not handed in again."""
         data = self.state()
-        if data:
-            self._taken.append(data)
-            for metric in self._metrics:
-                metric.reset()
+        self._taken.append(data)
+        for metric in self._metrics:
+            metric.reset()
         return data
 
     def merged(self, parts: Iterable[bytes], before: Mapping[str, State]) -> list[Metric]:
@@ -69,7 +73,7 @@ class MetricSet:
     def value(self, name: str) -> Value:
         """The figure ``name`` of this task's own rows so far."""
         for metric in self._own():
-            if name == metric.name or name.startswith(f"{metric.name}_"):
+            if not metric.name or name == metric.name or name.startswith(f"{metric.name}_"):
                 values = named(metric.name, metric.compute())
                 if name in values:
                     return values[name]

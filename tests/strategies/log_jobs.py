@@ -1,0 +1,61 @@
+"""Models, losses and callbacks that report figures of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import spartito as sp
+from spartito.engine.logged import log
+from tests.replicas import warns
+from tests.strategies.jobs import blobs, make_strategy, mlp
+
+
+class Reporting(nn.Module):
+    """Reports what it gets, whole rows and one number for all of them, and what is hidden in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: Any = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        log("rows", x)
+        log("mean", x.mean())
+        hidden: Tensor = self.layers[0](x)
+        log("hidden", hidden.square().mean(1))
+        found: Tensor = self.layers[1:](hidden)
+        return found
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    """Reports how many targets are not 0, per target, and what the classes weigh."""
+    log("label", target.double())
+    log("counted", target.double().sum(), torch.ones(()) * len(target))
+    return nn.functional.cross_entropy(output, target, reduction="none")
+
+
+class Counts(sp.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
+        log("batch", batch)
+
+
+@warns("every=")
+def report(name: str, options: dict[str, Any], in_model: bool = True) -> dict[str, Any]:
+    """The history of a training with figures of its own, and an evaluation."""
+    strategy = make_strategy(name, **options)
+    net = Reporting() if in_model else mlp()
+    trainer = sp.Trainer(
+        net, optimizer=lambda p: torch.optim.SGD(p, 1e-12), loss=loss, metrics=["accuracy"],
+        strategy=strategy,
+    )  # fmt: skip
+    x, y = blobs(50)
+    history = trainer.fit(
+        sp.data.arrays(x, y).shuffle().batch(7), epochs=2, callbacks=Counts(),
+        validation_data=sp.data.arrays(x[:13], y[:13]).batch(5), verbose=0,
+    )  # fmt: skip
+    figures = trainer.evaluate(sp.data.arrays(x[:4], y[:4]).batch(3))
+    trainer.predict(x[:3])
+    strategy.close()
+    return {"history": history.history, "figures": dict(figures)}

@@ -1,0 +1,80 @@
+"""Figures that a model, a loss or a callback reports are means over all examples, everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from spartito.errors import UserError
+from spartito.training.metrics.logged import Logged
+from tests.replicas import Replicas
+from tests.strategies import log_jobs
+from tests.strategies.jobs import blobs, mlp
+from tests.strategies.test_contracts import Case, each_of, run
+
+CASES: list[Case] = [
+    ("one_device", 1, {}),
+    ("mirrored", 3, {}),
+    ("mesh", 4, {"mesh": {"data": 2, "model": 2}}),
+    ("sharded", 2, {"zero": 3, "block_bytes": 100}),
+    ("local_sgd", 3, {"groups": [[0, 2], [1]], "every": 3}),
+    ("parameter_server", 2, {"max_staleness": 0, "servers": {"min_shard_bytes": 16}}),
+]
+EXACT = 1e-9  # the rate is not quite 0, as one that were would be refused
+
+
+def expected(rows: int) -> dict[str, float]:
+    x, y = blobs(50)
+    x, y = x[:rows], y[:rows]
+    layers: Any = mlp()
+    return {
+        "rows": x.mean().item(),
+        "mean": x.mean().item(),
+        "hidden": layers[0](x).square().mean().item(),
+        "label": y.double().mean().item(),
+        "counted": y.double().sum().item(),  # of each batch, by its rows
+    }
+
+
+@each_of(CASES)
+def test_they_are_means_over_all_examples(replicas: Replicas, case: Case) -> None:
+    found = run(replicas, case, log_jobs.report)
+    history, figures = found["history"], found["figures"]
+    for key, value in expected(50).items():
+        if key != "counted":
+            assert history[key] == pytest.approx([value] * 2, abs=EXACT), key
+            assert history[f"val_{key}"] == pytest.approx([expected(13)[key]] * 2, abs=EXACT)
+            assert figures[key] == pytest.approx(expected(4)[key], abs=EXACT)
+    assert figures["counted"] * 4 <= expected(4)["counted"] * 4 + EXACT
+    if case[0] != "parameter_server":  # whose workers call no callbacks
+        assert len(history["batch"]) == 2
+        assert 0 <= history["batch"][0] <= 7
+
+
+def test_a_pipeline_counts_what_its_last_stage_reports(replicas: Replicas) -> None:
+    case = ("pipeline", 2, {"microbatches": 3})
+    found = run(replicas, case, log_jobs.report, in_model=False)
+    assert found["history"]["label"] == pytest.approx([expected(50)["label"]] * 2, abs=EXACT)
+    assert found["figures"]["label"] == pytest.approx(expected(4)["label"], abs=EXACT)
+    outcomes = replicas.outcomes(log_jobs.report, 2, "pipeline", case[2])
+    assert any("not the last" in str(each) for each in outcomes)
+
+
+def test_what_cannot_be_reported_is_refused() -> None:
+    logged = Logged({"accuracy"})
+    for name, value in (("loss", 1.0), ("accuracy", 1.0), ("", 1.0), ("a", "1")):
+        with pytest.raises(UserError, match=r"sp\.log"):
+            logged.take(name, value, None)  # type: ignore[arg-type]
+
+
+def test_a_step_without_rows_reports_nothing() -> None:
+    logged = Logged()
+    logged.take("a", 5.0, None)
+    logged.forget()
+    logged.take("a", torch.tensor([1.0, 2.0]), None)
+    logged.take("a", 6, 2)
+    logged.settle(3)
+    found: dict[str, Any] = logged.compute()
+    assert found == {"a": 15 / 4}
