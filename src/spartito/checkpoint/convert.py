@@ -20,6 +20,9 @@ from spartito.storage.leftovers import NEW, beside
 
 Read = Callable[[str], Tensor]
 
+FORMS = (SUFFIX, *PLAIN)
+"""How the name of a file with a model may end."""
+
 
 def convert(found: Opened, out: Path) -> str:
     """Write what was found in another form, which the name of ``out`` says.
@@ -40,7 +43,7 @@ def convert(found: Opened, out: Path) -> str:
     if out.suffix:
         model = found.model
         found.verify(MODEL)
-        return _write_model(out, model, model.read)
+        return write_model(out, model, model.read)
     found.verify()
     with write_directory(out, found.about) as new:
         for section, tensors in found.sections.items():
@@ -78,7 +81,7 @@ def average(found: Sequence[Opened], out: Path) -> str:
         each.verify(MODEL)
     read = partial(_mean, [each.model for each in found])
     if out.suffix:
-        return _write_model(out, first.model, read)
+        return write_model(out, first.model, read)
     about = {"average_of": [str(each.path) for each in found]}
     with write_directory(out, about) as new:
         _write_file(new / f"{MODEL}{SUFFIX}", first.model, read)
@@ -124,14 +127,40 @@ def _kind(of: Mapping[str, tuple[tuple[int, ...], torch.dtype]], name: str) -> s
 def _check_free(out: Path) -> None:
     if out.exists():
         raise UserError(f"{out} exists", "Name another, or remove it first.")
-    if out.suffix and out.suffix != SUFFIX and out.suffix not in PLAIN:
+    if out.suffix:
+        check_form(out)
+
+
+def check_form(out: Path) -> None:
+    """Refuse a file's name that says no form.
+
+    Args:
+        out: Where a model is to be written.
+
+    Raises:
+        UserError: Its suffix is none of `FORMS`.
+    """
+    if out.suffix not in FORMS:
         raise UserError(
-            f"{out.name} ends with {out.suffix}, which names no form of a model",
-            f"End it with {SUFFIX} or {', '.join(PLAIN)}, or with nothing for a directory.",
+            f"{out.name} ends with {out.suffix or 'no suffix'}, which names no form of a model",
+            f"End it with {SUFFIX}, or as torch.save's files with {', '.join(PLAIN)}.",
         )
 
 
-def _write_model(out: Path, tensors: Tensors, read: Read) -> str:
+def write_model(out: Path, tensors: Tensors, read: Read) -> str:
+    """Write a model into one file, in place of one that is there.
+
+    Args:
+        out: The file; its name says the form.
+        tensors: What is written.
+        read: Gives the values of each.
+
+    Returns:
+        What was written, in a sentence.
+
+    Raises:
+        UserError: It cannot be written.
+    """
     if out.suffix == SUFFIX:
         _whole_file(out, lambda new: _write_file(new, tensors, read))
         return f"{out}: {len(tensors.names)} tensors in one safetensors file"

@@ -23,10 +23,16 @@ class Saved:
     Args:
         trees: Their trees, by name.
         tensors: Gives the tensors of a section.
+        strict: Whether it has to be all of a model, and nothing else.
     """
 
-    def __init__(self, trees: Mapping[str, Json], tensors: Callable[[str], Tensors]) -> None:
-        self._trees, self._tensors = trees, tensors
+    def __init__(
+        self,
+        trees: Mapping[str, Json],
+        tensors: Callable[[str], Tensors],
+        strict: bool = True,
+    ) -> None:
+        self._trees, self._tensors, self.strict = trees, tensors, strict
         self._read: dict[str, Tensors] = {}
 
     @classmethod
@@ -35,11 +41,11 @@ class Saved:
         return cls(read_trees(directory), lambda section: Reader(directory, section))
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Saved:
+    def of(cls, state: Mapping[str, Any], strict: bool = True) -> Saved:
         """Those of a state in memory."""
         packed = {section: pack_state(tree, section) for section, tree in state.items()}
         trees = {section: tree for section, (tree, _) in packed.items()}
-        return cls(trees, lambda section: InMemory(packed[section][1]))
+        return cls(trees, lambda section: InMemory(packed[section][1]), strict)
 
     def __contains__(self, section: str) -> bool:
         return section in self._trees

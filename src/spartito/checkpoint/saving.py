@@ -287,9 +287,11 @@ def gather_together(
             if slot.name not in tensors:
                 tensors[slot.name] = torch.empty(slot.shape, dtype=slot.dtype)
             tensors[slot.name][slot.box.within(Box.all_of(slot.shape))] = part
-        tensors |= {name: tensors[owner] for name, owner in file.aliases.items() if here}
     if not here:
         return {}
+    for file in found.files:  # what a name stands for may be in the file of another task
+        tensors = whole[file.section]
+        tensors |= {name: tensors[owner] for name, owner in file.aliases.items()}
     return {section: unpack_state(tree, whole[section]) for section, tree in found.trees.items()}
 
 

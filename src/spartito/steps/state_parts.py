@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from spartito.checkpoint.cuts import Cut
 from spartito.checkpoint.saved_state import OfCut, Saved, Whole, copy_cut
+from spartito.checkpoint.saving import Attempt
 from spartito.checkpoint.write_plan import Local
 from spartito.errors import UserError
 from spartito.storage.tensors import same_tensors, unpack_state
@@ -34,7 +35,7 @@ def take_apart(state: Mapping[str, Any], cuts: Cuts) -> dict[str, Local]:
     found: dict[int, Cut] = {}
     for name, cut in cuts("model").items():
         _take(found, name, state["model"][name], cut)
-    for name, cut in cuts("optimizer").items():
+    for name, cut in cuts("optimizer").items() if "optimizer" in state else ():
         for key, value in state["optimizer"]["state"].get(name, {}).items():
             if isinstance(value, Tensor) and value.numel() == 1 and tuple(value.shape) != cut.local:
                 continue  # a step counter
@@ -61,6 +62,16 @@ def names_here(model: nn.Module) -> str:
     return json.dumps(list(model.state_dict()))
 
 
+def names_of_all(model: nn.Module, attempt: Attempt) -> set[str]:
+    """The names of what all tasks have of a model; all of them call it.
+
+    Args:
+        model: What this one has.
+        attempt: `Coordination.attempt`.
+    """
+    return {name for names in attempt(lambda: names_here(model)) for name in json.loads(names)}
+
+
 def load_model(model: nn.Module, saved: Saved, cuts: Mapping[str, Cut], all_: set[str]) -> None:
     """Copy the saved values into this task's part of a model, one tensor at a time.
 
@@ -76,6 +87,10 @@ def load_model(model: nn.Module, saved: Saved, cuts: Mapping[str, Cut], all_: se
     tree, tensors, own = saved.tree("model"), saved.tensors("model"), model.state_dict()
     if not isinstance(tree, dict):
         raise UserError("the checkpoint holds no model", "Name one that a Trainer has saved.")
+    tree = _with_ties(own, tree)
+    if not saved.strict:
+        own = {name: value for name, value in own.items() if name in tree}
+        tree = {name: leaf for name, leaf in tree.items() if name in all_}
     wrong = [
         *(f"{name} is not in the checkpoint" for name in own if name not in tree),
         *(f"{name} is not in the model" for name in tree if name not in all_),
@@ -87,19 +102,31 @@ def load_model(model: nn.Module, saved: Saved, cuts: Mapping[str, Cut], all_: se
         own_tree = {name: tree[name] for name in own}
         _load_by_module(model, own_tree, Whole(tensors), cuts)
         for name, cut in cuts.items():
+            if name not in own:
+                continue
             local = getattr(own[name], "to_local", lambda name=name: own[name])()
             copy_cut(tensors, _tensor_name(tree[name]), cut, local.detach())
         return
     try:
         if untied or (wrong and (cuts or all_ != set(own))):
             raise RuntimeError
-        model.load_state_dict(saved.whole("model"))  # hooks may know an older form
+        # Hooks may know an older form.
+        model.load_state_dict(saved.whole("model"), strict=saved.strict)
     except RuntimeError as error:
         more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         raise UserError(
             f"the checkpoint does not fit the model: {'; '.join(wrong[:SHOWN]) or error}{more}",
             "Build the model as it was built when the checkpoint was written.",
         ) from error
+
+
+def _with_ties(own: Mapping[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree of a model, of whose names for one tensor others may have written one alone."""
+    here = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+    ties = [*same_tensors(here).items()]
+    pairs = [*ties, *((owner, name) for name, owner in ties)]
+    missing = {one: tree[other] for one, other in pairs if one not in tree and other in tree}
+    return {**tree, **missing}
 
 
 def _misshapen(own: Mapping[str, Any], saved: Saved, cuts: Mapping[str, Cut]) -> Iterator[str]:

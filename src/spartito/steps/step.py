@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -77,7 +76,7 @@ from spartito.steps.parts import Parts, Settings, State
 from spartito.steps.prepared import Pair, check_taken, check_unchanged, take, tensors_of
 from spartito.steps.state_parts import (
     load_model,
-    names_here,
+    names_of_all,
     saved_gradients,
     saved_optimizer,
     take_apart,
@@ -587,6 +586,17 @@ class Step:
             kept = self._kept_copies if later else None
             return save_together(Path(directory), apart, self._tasks, kept)
 
+    def save_model(self, directory: Path) -> None:
+        """As `save`, of the model alone: what it learns with is not written.
+
+        Args:
+            directory: It exists and is empty.
+        """
+        pair = self.team.pairs.meant("save_model()")
+        with self.parts.showing():
+            model = {"model": self._state(pair)["model"]}
+            save_together(directory, partial(self._taken_apart, pair, model), self._tasks)
+
     def state_dict(self) -> State:
         """As `Strategy.state_dict`."""
         pair = self.team.pairs.meant("state_dict()")
@@ -599,11 +609,13 @@ class Step:
             found["model"] = {name: found["model"][name] for name in pair.order}
         return found
 
-    def load(self, source: str | Path | Mapping[str, Any]) -> None:
-        """As `Strategy.load`."""
+    def load(self, source: str | Path | Saved | Mapping[str, Any]) -> None:
+        """As `Strategy.load`; also of a state that is read part by part."""
         self.team.pairs.meant("load()")
         if isinstance(source, str | Path):
-            self._load(Saved.at(Path(source)))
+            source = Saved.at(Path(source))
+        if isinstance(source, Saved):
+            self._load(source)
             return
         if "model" not in source:
             raise UserError(
@@ -676,7 +688,7 @@ class Step:
     def _take(self, pair: Pair, saved: Saved) -> None:
         """Read model and optimizer, and what each group alone has; all tasks call it."""
         attempt, model = self._tasks.attempt, unwrap(pair.model)
-        all_ = {name for names in attempt(lambda: names_here(model)) for name in json.loads(names)}
+        all_ = names_of_all(model, attempt)
 
         def load() -> str:
             load_model(model, saved, self.parts.cuts(pair, "model"), all_)

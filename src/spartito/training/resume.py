@@ -105,6 +105,11 @@ def find_together(coordination: Coordination, path: str | Path) -> Path:
 
     def find() -> str:
         here = fetch_checkpoint(path)
+        if here.is_file():
+            raise UserError(
+                f"{path} is a file, and no checkpoint's folder",
+                f"Weights alone: trainer.load_weights({str(path)!r}).",
+            )
         found = CheckpointManager(here).latest() or here
         return f"{identify_checkpoint(found)} {found}"
 

@@ -46,6 +46,7 @@ from spartito.training.schedule import Schedule, SchedulerLike, make_scheduler
 from spartito.training.shared_strategies import with_its_pair
 from spartito.training.step_profile import is_wanted, profile_and_end
 from spartito.training.train_modes import Modes, evaluating
+from spartito.training.weights import Loaded, load_weights, save_weights
 from spartito.training.write_refusals import what_is_lost
 from spartito.urls import is_remote, local_path
 
@@ -415,6 +416,41 @@ class Trainer:
         else:
             self.saves.save(Path(local_path(str(path))), about, then, asynchronous, otherwise)
         return path
+
+    @with_its_pair("save")
+    def save_weights(self, path: str | Path) -> Path:
+        """Write the model's weights alone into one file; every replica calls it.
+
+        Args:
+            path: Ends with ``.safetensors``, or with ``.pt``, ``.pth`` or ``.bin`` for a file that
+                ``torch.load`` reads. ``{epoch}``, ``{step}`` and the figures of the last epoch
+                stand for their values: ``"best-{epoch:02d}-{val_loss:.3f}.safetensors"``. A file
+                that is there is replaced.
+
+        Returns:
+            The file, which has the names that the model itself has, under any strategy.
+
+        Raises:
+            UserError: On all replicas, when it cannot be written.
+        """
+        return save_weights(self, path)
+
+    @with_its_pair("load")
+    def load_weights(self, path: str | Path, *, strict: bool = True) -> Loaded:
+        """Take the model's weights from a file; optimizer, step and schedule stay as they are.
+
+        Args:
+            path: A ``.safetensors`` file, one of ``torch.save``, a checkpoint of any trainer, or a
+                folder with the safetensors of Transformers or timm. Every replica reads it.
+            strict: Whether names that only one of both has are an error.
+
+        Returns:
+            The names that were not loaded: ``missing`` in the file, and ``unexpected`` there.
+
+        Raises:
+            UserError: On all replicas, when one cannot read it, or it does not fit the model.
+        """
+        return load_weights(self, path, strict)
 
     @with_its_pair("save")
     def wait(self) -> None:

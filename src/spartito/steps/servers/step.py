@@ -345,7 +345,7 @@ class Push:
                 now = group_state.merged(coordination, pair, team.served)
             else:
                 now = self.save(pair, dict)
-            saved = Saved.of({**now, **given})  # the servers keep theirs
+            saved = Saved.of({**now, **given}, saved.strict)  # the servers keep theirs
         self.inner.load(pair, saved, load)
         if apart:
             index = team.service.group_of(team.task)
