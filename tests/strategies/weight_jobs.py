@@ -55,9 +55,10 @@ def load(name: str, options: dict[str, Any], files: dict[str, Path]) -> list[Any
     trainer = trainer_of(name, options)
     found: list[Any] = []
     for file in files.values():
-        with torch.no_grad():
-            for parameter in trainer.model.parameters():
-                parameter.mul_(0.5)
+        if name != "parameter_server":  # whose values are on the servers
+            with torch.no_grad():
+                for parameter in trainer.model.parameters():
+                    parameter.mul_(0.5)
         left = trainer.load_weights(file, strict="part" not in file.name)
         found.append((weights(trainer.strategy, trainer.model), list(left)))
     trainer.fit(sp.data.arrays(*blobs(20)).batch(8), verbose=0)
