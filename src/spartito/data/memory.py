@@ -7,6 +7,7 @@ change the user's arrays, and with them every later epoch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,13 @@ class Arrays:
 
     def __getitem__(self, index: int) -> Any:
         return rows(self._tree, lambda tensor: tensor[index].clone())
+
+    def stretch(self, start: int, stop: int) -> Arrays:
+        """The examples from ``start`` to before ``stop``, of the same memory."""
+        made = copy(self)
+        made._tree = rows(self._tree, lambda tensor: tensor[start:stop])
+        made._size = stop - start
+        return made
 
     def tensors(self) -> Iterator[Tensor]:
         """All arrays."""

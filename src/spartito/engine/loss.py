@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import lru_cache
 from typing import Any
 
@@ -119,6 +120,9 @@ def evaluate_loss(loss: LossFunction | None, output: Any, batch: Batch) -> Any:
     """
     if loss is None:
         return own_loss(output)
+    data = batch.data
+    if isinstance(data, (tuple, list)) and len(data) > 2:
+        return _of_weighted(loss, output, batch)
     target = batch.target
     if not of_torch(loss):
         return loss(output, target)
@@ -142,6 +146,55 @@ def evaluate_loss(loss: LossFunction | None, output: Any, batch: Batch) -> Any:
     if isinstance(found, Tensor) and not found.dim():  # torch's means: no graph has to tell
         return WeightedLoss(found, float(batch.size), float(batch.size))
     return found
+
+
+def _of_weighted(loss: LossFunction, output: Any, batch: Batch) -> Any:
+    """The loss of examples with a weight each, the third part of the data.
+
+    A weight of 2 counts as if the example's loss were twice as large: what the sum is divided by
+    stays as it is without weights, as in Keras.
+    """
+    weights = _example_weights(batch)
+    plain = structs.replace(batch, data=tuple(batch.data[:2]))
+    is_mean = of_torch(loss) and getattr(loss, "reduction", "") == "mean"
+    each = evaluate_loss(_unreduced(loss) if is_mean else loss, output, plain)
+    if not isinstance(each, Tensor) or not each.dim() or len(each) != batch.size:
+        raise UserError(
+            f"a loss of {describe(each)} for {batch.size} examples with a weight each",
+            "Return one loss per example, or leave the weights out: .map(lambda x, y, w: (x, y)).",
+        )
+    each = each.flatten(1) if each.dim() > 1 else each[:, None]
+    divisor = _divisor_of_classes(loss, output, batch.target) if is_mean else None
+    if divisor is None:
+        return each.mean(1) * weights
+    return (each.sum(1) * weights).sum(), divisor
+
+
+def _example_weights(batch: Batch) -> Tensor:
+    weights, size = batch.data[2], batch.size
+    good = isinstance(weights, Tensor) and weights.is_floating_point() and weights.numel() == size
+    if len(batch.data) > 3 or not good:
+        raise UserError(
+            f"examples of {len(batch.data)} parts: {describe(batch.data)}",
+            "With a loss an example is (x, y), or (x, y, weight) with a floating number. Leave "
+            "out what is not used: .map(lambda x, y, *rest: (x, y)).",
+        )
+    found: Tensor = weights.reshape(size)
+    return found
+
+
+def _unreduced(loss: Any) -> Any:
+    """One of torch's losses that gives each element its own."""
+    made = copy(loss)
+    made.reduction = "none"
+    return made
+
+
+def _divisor_of_classes(loss: Any, output: Any, target: Any) -> Any:
+    """What the sum of a classifier's losses is divided by; None: the mean of each example's."""
+    if not isinstance(loss, _CLASSES) or target.is_floating_point():
+        return None
+    return _class_weight(loss, target)
 
 
 def look(loss: LossFunction, output: Any, batch: Batch) -> WeightedLoss:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -74,7 +75,7 @@ HINTS: Mapping[str, Mapping[str, str]] = {
         "logger": "Write fit(callbacks=[sp.callbacks.TensorBoard()]), CSVLogger or WandbLogger.",
         "lr": "Write optimizer=torch.optim.Adam(model.parameters(), lr=1e-3).",
         "max_epochs": "Write fit(..., epochs=3).",
-        "max_steps": "Write fit(..., epochs=1, steps_per_epoch=1000).",
+        "max_steps": "Write fit(..., max_steps=1000).",
         "mixed_precision": "Write precision='bf16'.",
         "nodes": _MACHINES,
         "num_nodes": _MACHINES,
@@ -84,14 +85,11 @@ HINTS: Mapping[str, Mapping[str, str]] = {
         "train_dataset": _DATA,
     },
     "fit": {
-        "class_weight": "Write loss=torch.nn.CrossEntropyLoss(weight=...).",
         "ckpt_path": "Call trainer.load(path) before.",
         "datamodule": _DATA,
-        "sample_weight": "Write a loss that returns (sum, weight), and give weights as a target.",
         "shuffle": "Write sp.data.arrays(x, y).shuffle().",
         "target": "Write fit((x, y)).",
         "validation_batch_size": "Write validation_data=sp.data.arrays(x, y).batch(500).",
-        "validation_split": "Write validation_data=(x[n:], y[n:]) and fit((x[:n], y[:n])).",
         "y": "Write fit((x, y)).",
     },
     "evaluate": {"y": "Write evaluate((x, y)).", "sample_weight": "Give it as part of the target."},
@@ -186,27 +184,42 @@ def _translated(
     return found
 
 
-def asked_epochs(epochs: int, steps: int | None) -> int:
+def asked_epochs(
+    epochs: int | None,
+    steps: int | None,
+    max_steps: int | None = None,
+    length: int | None = None,
+    accumulate: int = 1,
+) -> int:
     """The number of epochs that the environment asks for, else the script's.
 
-    Raises `UserError` for less than none, or no step of each.
+    Args:
+        epochs: What the script says; None: one, or as many as ``max_steps`` needs.
+        steps: The batches of an epoch that it asks for.
+        max_steps: The updates with which training ends.
+        length: The batches of an epoch, where anybody knows.
+        accumulate: How many of them make an update.
+
+    Raises:
+        UserError: For less than none, or no step of each.
     """
     if text := os.environ.get(ENV_EPOCHS):
         if not (text.isascii() and text.isdigit()):
             raise UserError(f"{ENV_EPOCHS}={text!r} is not a whole number", "As 3, or unset it.")
         epochs = int(text)
-    counts = {"epochs": epochs, "steps_per_epoch": steps}
+    counts = {"epochs": epochs, "steps_per_epoch": steps, "max_steps": max_steps}
     for name, value in counts.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise UserError(
                 f"fit({name}={value!r}) is a {type(value).__name__}", f"A whole number: {name}=3."
             )
-    if epochs < 0 or (steps is not None and steps < 1):
-        raise UserError(
-            f"fit(epochs={epochs}, steps_per_epoch={steps})",
-            "Epochs are 0 or more, steps 1 or more.",
-        )
-    return epochs
+        if value is not None and value < (name != "epochs"):
+            raise UserError(f"fit({name}={value})", "Epochs are 0 or more, steps 1 or more.")
+    if epochs is not None:
+        return epochs
+    if max_steps is None:
+        return 1
+    return math.ceil(max_steps / math.ceil(length / accumulate)) if length else max_steps
 
 
 def asked_strategy(asked: object) -> Strategy:

@@ -69,6 +69,16 @@ class Training(Protocol):
     modes: Modes
 
     @property
+    def is_at_end(self) -> bool:
+        """Whether as many steps are done as `fit` was asked for."""
+        ...
+
+    @property
+    def ends_next(self) -> bool:
+        """Whether the next update is the last one that `fit` was asked for."""
+        ...
+
+    @property
     def data_wait_fraction(self) -> float:
         """The fraction of this epoch's time so far that this replica waited for data."""
         ...

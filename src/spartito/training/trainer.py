@@ -29,6 +29,7 @@ from spartito.training.callbacks.backup_and_restore import BackupAndRestore
 from spartito.training.evaluation import Evaluation
 from spartito.training.evaluation_figures import Figures
 from spartito.training.evaluator import check_callbacks, first_checkpoint, follow, own_checkpoint
+from spartito.training.fit_data import BATCH, Weights, check_weights, split, training_data
 from spartito.training.history import History
 from spartito.training.loops.choice import make_loop
 from spartito.training.loops.training_loop import TrainingLoop
@@ -151,6 +152,8 @@ class Trainer:
         self.steps_per_epoch: int | None = None
         self.batch_size: int | None = None
         self.examples: int | None = None
+        self.max_steps: int | None = None
+        self.accumulate = accumulate
         self.stop_training = False
         self.left_to_evaluator = False
         self.history = History()
@@ -171,13 +174,17 @@ class Trainer:
         self,
         data: Any,
         *,
-        epochs: int = 1,
+        epochs: int | None = None,
         steps_per_epoch: int | None = None,
+        max_steps: int | None = None,
         validation_data: Any = None,
+        validation_split: float | None = None,
         validation_steps: int | None = None,
         callbacks: Callback | Sequence[Callback] = (),
+        class_weight: Mapping[int, float] | None = None,
+        sample_weight: Any = None,
         initial_epoch: int | None = None,
-        batch_size: int = 32,
+        batch_size: int | None = None,
         verbose: bool | int = True,
     ) -> History:
         """Train, in epochs of global steps.
@@ -198,14 +205,22 @@ class Trainer:
         it; there `fit` evaluates each new checkpoint until the training ends.
 
         Args:
-            data: Arrays, a tuple ``(x, y)``, a data set of ``sp.data`` or of torch.
-            epochs: The number of the last epoch; ``SPARTITO_EPOCHS`` overrides it.
+            data: Arrays, a tuple ``(x, y)``, a data set of ``sp.data`` or of torch. A third part,
+                ``(x, y, w)``, is what each example weighs in the loss.
+            epochs: The number of the last epoch; ``SPARTITO_EPOCHS`` overrides it. None: 1, or as
+                many as ``max_steps`` needs.
             steps_per_epoch: Global batches of an epoch; None: all of the data.
+            max_steps: The global step with which training ends, in whatever epoch that is (under
+                ``parameter_server`` a few more may be on their way).
             validation_data: What is evaluated after each epoch.
+            validation_split: The fraction of ``data``, at its end, that is evaluated instead.
             validation_steps: How many global batches of it; None: all.
             callbacks: One or several.
+            class_weight: What examples of each class weigh in the loss, by the class's number.
+            sample_weight: What each example weighs, one number for each row of ``(x, y)``. The sum
+                of losses is divided by the number of examples, whatever these weigh, as in Keras.
             initial_epoch: Begins that epoch, counted from 0, from its first batch.
-            batch_size: The global batch size, where ``data`` brings none.
+            batch_size: The global batch size, where ``data`` brings none; None: 32.
             verbose: Whether the chief shows progress.
 
         Returns:
@@ -218,12 +233,21 @@ class Trainer:
             PreemptedError: The machine is taken away; a backup is written (`BackupAndRestore`).
             TaskLostError: A replica was lost.
         """
-        epochs = asked_epochs(epochs, steps_per_epoch)
+        weights = Weights(class_weight, sample_weight)
+        check_weights(weights, self.loss)
         if isinstance(self.optimizer, NoOptimizer):
             raise UserError("fit() without an optimizer", "Give the Trainer an optimizer.")
         check_storable(unwrap(self.model))
         callbacks = check_given(callbacks)
-        chain = as_dataset(data, batch_size)
+        chain = training_data(data, batch_size, weights, self.is_chief)
+        if validation_split is not None:
+            if validation_data is not None:
+                raise UserError("fit() with validation_data and validation_split", "Give one.")
+            chain, validation_data = split(chain, validation_split)
+        steps = steps_per_epoch or chain.steps_per_epoch
+        epochs = asked_epochs(epochs, steps_per_epoch, max_steps, steps, self.accumulate)
+        if not epochs and self.is_chief:
+            warn("fit(epochs=0) trains nothing")
         check_documents(unwrap(self.model), chain, self.strategy.num_replicas)
         if steps_per_epoch is None and chain.repeats is None:
             raise UserError("data that repeats without end", "Give steps_per_epoch.")
@@ -243,7 +267,8 @@ class Trainer:
                 own_checkpoint(self.run_dir)
         validation = None
         if validation_data is not None and not self.left_to_evaluator:
-            validation = self._evaluation(validation_data, validation_steps, batch_size)
+            size = BATCH if batch_size is None else batch_size
+            validation = self._evaluation(validation_data, validation_steps, size)
         backups = [each for each in callbacks if isinstance(each, BackupAndRestore)]
         if len(backups) > 1:
             raise UserError(f"{len(backups)} BackupAndRestore in one fit", "Give one of them.")
@@ -263,7 +288,7 @@ class Trainer:
         first = first if initial_epoch is None else initial_epoch
         if not self.coordination.joins:  # a worker that comes late may have read a newer one
             first = self.coordination.publish(lambda: first)
-        self.epochs, self.steps_per_epoch = epochs, steps_per_epoch or chain.steps_per_epoch
+        self.epochs, self.steps_per_epoch, self.max_steps = epochs, steps, max_steps
         self.batch_size, self.examples = chain.batch_size, chain.examples
         self.saves.destinations = {}
         self.stop_training, self.went_on, self._verbose = False, False, bool(verbose)
@@ -277,6 +302,7 @@ class Trainer:
         if restored:
             loop.load_state_dict(restored["loop"], steps_per_epoch, whole=initial_epoch is not None)
             restore(self._given, restored["callbacks"])
+        over = over or self.is_at_end
         epochs_left = range(first, first if over else epochs)
         with held_outputs(self):
             self._run(loop, epochs_left, steps_per_epoch, validation, history)
@@ -496,6 +522,16 @@ class Trainer:
     def examples_per_second(self) -> float:
         """Examples that all replicas trained on per second of this epoch so far."""
         return self._loop.clock.rate if self._loop else 0.0
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether as many steps are done as `fit` was asked for."""
+        return self.max_steps is not None and self.step >= self.max_steps
+
+    @property
+    def ends_next(self) -> bool:
+        """Whether the next update is the last one that `fit` was asked for."""
+        return self.max_steps is not None and self.step + 1 >= self.max_steps
 
     @property
     def goes_on(self) -> bool:

@@ -199,7 +199,7 @@ class RecoveringLoop(TrainingLoop):
 
     def _step(self, batch: Batch) -> StepResult:
         trainer = self._trainer
-        stop = trainer.stop_training or trainer.notice.came
+        stop = trainer.stop_training or trainer.notice.came or trainer.ends_next
         return self._strategy.step(batch, trainer.loss, stop=stop)
 
     def _after_steps(self) -> list[Callable[..., None]]:

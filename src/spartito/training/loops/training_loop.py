@@ -234,7 +234,7 @@ class TrainingLoop:
             self._came(result)
             for hook in end:
                 hook(self._done - 1, logs)
-            if self._coordination.agree_to_stop(trainer.stop_training):
+            if self._coordination.agree_to_stop(trainer.stop_training or trainer.is_at_end):
                 break
         rest = strategy.flush()
         if rest is not None:
@@ -245,7 +245,7 @@ class TrainingLoop:
     def _step(self, batch: Batch) -> StepResult:
         """Train on a batch, and look at what the model made of its rows."""
         trainer = self._trainer
-        stop = trainer.stop_training or trainer.notice.came
+        stop = trainer.stop_training or trainer.notice.came or trainer.ends_next
         result = self._strategy.step(batch, trainer.loss, stop=stop)
         if result.output is not None:
             self._metrics.update(result.output, batch)
@@ -355,7 +355,8 @@ class TrainingLoop:
     def _agree_to_stop(self, *, last: bool) -> bool:
         trainer = self._trainer
         with self._coordination.during("end of epoch"):
-            asked = trainer.stop_training or (trainer.notice.came and not last)
+            asked = trainer.stop_training or trainer.is_at_end
+            asked = asked or (trainer.notice.came and not last)
             found = self._coordination.agree_to_end(asked)
             if found and not last:
                 self._leave()
