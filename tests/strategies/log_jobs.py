@@ -59,3 +59,35 @@ def report(name: str, options: dict[str, Any], in_model: bool = True) -> dict[st
     trainer.predict(x[:3])
     strategy.close()
     return {"history": history.history, "figures": dict(figures)}
+
+
+def in_order(found: Any) -> dict[str, float]:
+    """Figures that tell the order of all predictions and targets."""
+    count = len(found.label_ids)
+    return {
+        "count": float(count),
+        "targets": float(found.label_ids @ range(1, count + 1)),
+        "outputs": float(found.predictions[:, 0] @ range(1, count + 1)),
+    }
+
+
+@warns("every=")
+def of_all_predictions(name: str, options: dict[str, Any]) -> list[float]:
+    """What `in_order` says in a training and in an evaluation, and what it should."""
+    strategy = make_strategy(name, **options)
+    trainer = sp.Trainer(
+        mlp(), optimizer=lambda p: torch.optim.SGD(p, 1e-12), loss=nn.CrossEntropyLoss(),
+        compute_metrics=in_order, strategy=strategy,
+    )  # fmt: skip
+    x, y = blobs(23)
+    validation = sp.data.arrays(x, y).shuffle().batch(5)
+    history = trainer.fit((x, y), batch_size=6, verbose=0, validation_data=validation).history
+    outputs = trainer.predict(x)
+    ranks = torch.arange(1, 24).double()
+    figures = trainer.evaluate((x, y), batch_size=7)
+    strategy.close()
+    return [
+        figures["count"] - 23, figures["targets"] - float(y.double() @ ranks),
+        figures["outputs"] - float(outputs[:, 0] @ ranks), history["val_count"][0] - 23,
+        float("count" in history),
+    ]  # fmt: skip

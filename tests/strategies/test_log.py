@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from spartito.data.batch import Batch
 from spartito.errors import UserError
+from spartito.training.eval_prediction import EvalPrediction, Predictions
 from spartito.training.metrics.logged import Logged
 from tests.replicas import Replicas
 from tests.strategies import log_jobs
@@ -51,6 +53,32 @@ def test_they_are_means_over_all_examples(replicas: Replicas, case: Case) -> Non
     if case[0] != "parameter_server":  # whose workers call no callbacks
         assert len(history["batch"]) == 2
         assert 0 <= history["batch"][0] <= 7
+
+
+@each_of([*CASES, ("pipeline", 2, {"microbatches": 3})])
+def test_all_predictions_come_in_their_order(replicas: Replicas, case: Case) -> None:
+    found = run(replicas, case, log_jobs.of_all_predictions)
+    assert found == pytest.approx([0.0] * 5, abs=EXACT)
+
+
+def test_predictions_of_several_lengths_are_filled_up() -> None:
+    seen: list[EvalPrediction] = []
+
+    def compute(found: EvalPrediction) -> dict[str, float]:
+        seen.append(found)
+        return {"loss": 1.0}
+
+    predictions = Predictions(compute)
+    for step, width in ((1, 2), (0, 3)):
+        tokens = torch.full((1, width), step)
+        output = {"logits": torch.full((1, width, 4), float(step)), "loss": torch.tensor(0.0)}
+        predictions.add(output, Batch({"labels": tokens}, 1, 1, torch.tensor([0]), 0, step))
+    with pytest.raises(UserError, match="another name"):
+        predictions.figures([predictions.state()], ["loss"])
+    (found,) = seen
+    assert found.label_ids.tolist() == [[0, 0, 0], [1, 1, -100]]
+    assert found.predictions.shape == (2, 3, 4)
+    assert found.predictions[1, 2].tolist() == [-100] * 4
 
 
 def test_a_pipeline_counts_what_its_last_stage_reports(replicas: Replicas) -> None:

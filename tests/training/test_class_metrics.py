@@ -224,3 +224,19 @@ def test_a_matrix_is_in_the_history_and_the_report_and_not_in_the_bar(
     watch = sp.callbacks.EarlyStopping("confusion_matrix")
     with pytest.raises(UserError, match="'confusion_matrix', which has several values"):
         made.fit(jobs.data(), epochs=1, callbacks=[watch], verbose=0)
+
+
+def test_of_two_classes_the_second_one_counts() -> None:
+    """As scikit-learn's ``f1_score`` has it by default; of several it is the mean over classes."""
+    scores = torch.tensor([[2.0, 1.0], [0.0, 1.0], [0.0, 3.0], [1.0, 0.0], [1.0, 0.0]])
+    labels = torch.tensor([0, 1, 0, 1, 0])
+    for name, expected in (("precision", 1 / 2), ("recall", 1 / 2), ("f1", 1 / 2)):
+        (metric,) = make_metrics([name], nn.CrossEntropyLoss())
+        metric.update(scores, labels, 5)
+        assert metric.compute() == pytest.approx(expected)
+        (macro,) = make_metrics([f"{name}_macro"], nn.CrossEntropyLoss())
+        macro.update(scores, labels, 5)
+        assert macro.compute() == pytest.approx((expected + 2 / 3) / 2)
+    (labelled,) = make_metrics(["f1"], nn.BCEWithLogitsLoss())
+    labelled.update(torch.tensor([[1.0, -1.0], [1.0, 1.0]]), torch.tensor([[1, 0], [1, 0]]), 2)
+    assert labelled.compute() == pytest.approx((1.0 + 0.0) / 2)  # of both labels

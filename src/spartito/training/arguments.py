@@ -62,7 +62,6 @@ HINTS: Mapping[str, Mapping[str, str]] = {
     "Trainer": {
         "accelerator": "Write Strategy(device=...), as sp.OneDeviceStrategy(device='cuda').",
         "callbacks": "Write fit(..., callbacks=[...]).",
-        "compute_metrics": "Write metrics=[...]: names, functions, or sp.metrics.",
         "default_root_dir": "Write run_dir='runs/1'.",
         "devices": _MACHINES,
         "enable_progress_bar": "Write fit(..., verbose=0) for none.",

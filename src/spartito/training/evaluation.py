@@ -21,6 +21,7 @@ from spartito.log import warn
 from spartito.strategies import Strategy
 from spartito.training.batch_blame import note_batch
 from spartito.training.callback import Callback, hooks
+from spartito.training.eval_prediction import ComputeMetrics, Predictions
 from spartito.training.loops.clock import StepLogs
 from spartito.training.metrics import Metric
 from spartito.training.metrics.base import encode
@@ -40,7 +41,9 @@ class Evaluation:
         metrics: Sequence[Metric],
         chain: Dataset,
         steps: int | None,
+        compute_metrics: ComputeMetrics | None = None,
     ) -> None:
+        self._compute = compute_metrics
         self._strategy, self._model, self._loss = strategy, model, loss
         self._metrics = MetricSet(metrics)
         self._chain, self._steps = chain, steps
@@ -57,6 +60,7 @@ class Evaluation:
         logs = StepLogs(self._metrics)
         for callback in callbacks:
             callback.on_test_begin()
+        predictions = None if self._compute is None else Predictions(self._compute)
         losses: list[Number] = [0.0, 0.0]
         examples = 0
         self._strategy.coordination.synchronize()
@@ -78,6 +82,8 @@ class Evaluation:
                     losses = [added(losses[0], loss), added(losses[1], weight)]
                     examples += batch.size
                     self._metrics.update(output, batch)
+                    if predictions is not None:
+                        predictions.add(output, batch)
                     if end and (isinstance(losses[1], Tensor) or losses[1]):
                         logs.last = losses[0], losses[1]
                     for hook in end:
@@ -94,6 +100,8 @@ class Evaluation:
         found = {"loss": loss / weight}
         parts = self._batches.collect(encode(states))
         found |= computed(self._metrics.merged(parts, {}))
+        if predictions is not None:
+            found |= predictions.figures(self._batches.collect(predictions.state()), [*found])
         for callback in callbacks:
             callback.on_test_end(found)
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from torch.optim import Optimizer
@@ -62,12 +63,17 @@ class Schedule:
             self.by_step.step()
 
     def check_figures(self, metrics: Iterable[str], validates: bool) -> None:
-        """Raise `UserError` when no epoch of a fit will report the figure to watch."""
+        """Raise `UserError` when no epoch of a fit will report the figure to watch.
+
+        A name that is like no other may be one of the model's own (`spartito.log`).
+        """
         if self._monitor is None:
             return
-        names = ["loss", *metrics]
+        names, wanted = ["loss", *metrics], self._monitor.name
         known = [*names, *(VALIDATION + name for name in names if validates)]
-        self._monitor.read(dict.fromkeys(known, 0.0))
+        lacks_validation = wanted.startswith(VALIDATION) and not validates
+        if wanted in names or lacks_validation or get_close_matches(wanted, known, cutoff=0.7):
+            self._monitor.read(dict.fromkeys(known, 0.0))
 
     def begin_epoch(self) -> None:
         """Remember the rate that an epoch begins with."""

@@ -26,6 +26,7 @@ from spartito.training.arguments import asked_epochs, asked_strategy, known_name
 from spartito.training.backups.identity import options_of
 from spartito.training.callback import Callback, Where, check_given
 from spartito.training.callbacks.backup_and_restore import BackupAndRestore
+from spartito.training.eval_prediction import ComputeMetrics
 from spartito.training.evaluation import Evaluation
 from spartito.training.evaluation_figures import Figures
 from spartito.training.evaluator import check_callbacks, first_checkpoint, follow, own_checkpoint
@@ -62,6 +63,8 @@ class Trainer:
             one loss per example, their mean, or ``(sum, weight)``; None for a model that
             computes its own.
         metrics: Names, functions, objects of ``sp.metrics`` or of torchmetrics, one or several.
+        compute_metrics: Gets all predictions and targets of an evaluation, in the order of its
+            data, and returns figures by name, as in Transformers (`EvalPrediction`).
         strategy: What `sp.strategy` returns, or its name; None lets the launcher or the cluster
             decide, once for all trainers of a process.
         scheduler: One of torch's, or a function of the optimizer that makes it.
@@ -99,6 +102,7 @@ class Trainer:
         optimizer: OptimizerLike | None = None,
         loss: LossFunction | None = None,
         metrics: MetricLike | Sequence[MetricLike] = (),
+        compute_metrics: ComputeMetrics | None = None,
         strategy: Strategy | str | None = None,
         scheduler: SchedulerLike | None = None,
         scheduler_interval: str = "step",
@@ -117,7 +121,7 @@ class Trainer:
             raise UserError(f"model={model!r} is no module", "Give an object: Net(), not Net.")
         self.strategy = asked_strategy(strategy)
         self.loss = make_loss(loss)
-        self.metrics = make_metrics(metrics, self.loss)
+        self.metrics, self._compute_metrics = make_metrics(metrics, self.loss), compute_metrics
         self.precision, self.deterministic, self.seed = precision, deterministic, seed
         self.about = about or {}
         self.on_nonfinite, self.skips = checked(on_nonfinite, self.strategy), Skips()
@@ -568,4 +572,6 @@ class Trainer:
         check_documents(unwrap(self.model), chain, self.strategy.num_replicas)
         if steps is None and chain.repeats is None:
             raise UserError("validation data that repeats without end", "Give validation_steps.")
-        return Evaluation(self.strategy, self.model, self.loss, self.metrics, chain, steps)
+        return Evaluation(
+            self.strategy, self.model, self.loss, self.metrics, chain, steps, self._compute_metrics
+        )

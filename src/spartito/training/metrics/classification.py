@@ -16,6 +16,7 @@ from spartito.training.metrics.base import NAN, Metric, State, Value
 from spartito.training.metrics.tensors import find, fitting, misfit
 
 AVERAGES = ("binary", "macro", "micro", "weighted")
+AUTO = "auto"
 CURVES = ("PR", "ROC")
 
 
@@ -113,11 +114,11 @@ class _PerClass(ClassMetric):
         self,
         name: str | None = None,
         *,
-        average: str | None = "macro",
+        average: str | None = AUTO,
         from_logits: bool | None = None,
     ) -> None:
-        if average is not None and average not in AVERAGES:
-            raise UserError(f"average is {average!r}", nearest(average, AVERAGES))
+        if average is not None and average not in (AUTO, *AVERAGES):
+            raise UserError(f"average is {average!r}", nearest(average, (AUTO, *AVERAGES)))
         self.average = average
         super().__init__(name or self.default, from_logits=from_logits)
 
@@ -150,21 +151,24 @@ class _PerClass(ClassMetric):
         if not self.state:
             return NAN
         counts = wide(self.state["counts"])
-        if self.average == "micro":
+        average = self.average
+        if average == AUTO:
+            average = "binary" if len(counts) == 2 and not self._several else "macro"
+        if average == "micro":
             counts = counts.sum(0, keepdim=True)
         right, found, there = counts.unbind(1)
         values = self._score(right, found, there)
         values = values.where(values.isfinite(), 0.0)  # nothing to divide by
-        if self.average is None:
+        if average is None:
             return values.tolist()
-        if self.average == "binary":
+        if average == "binary":
             if len(values) > 2:
                 raise UserError(
                     f'{self.name} with average="binary" of {len(values)} classes',
                     'Take "macro", "micro" or "weighted".',
                 )
             return values[-1].item()
-        weights = there if self.average == "weighted" else wide(found + there > 0)
+        weights = there if average == "weighted" else wide(found + there > 0)
         total = weights.sum().item()
         return (values * weights).sum().item() / total if total else 0.0
 
@@ -182,7 +186,8 @@ class Precision(_PerClass):
         name: Under which the figure stands; "precision".
         average: Over the classes: "macro" is their plain mean (of those that occur in the
             targets or predictions), "weighted" weighs them by their examples, "micro" adds their
-            counts up first, "binary" takes class 1 of two, None gives the list of all. A model
+            counts up first, "binary" takes class 1 of two, None gives the list of all. "auto" is
+            "binary" for two classes, as in scikit-learn and GLUE, and "macro" for more. A model
             with one output per example has the one class "yes", whichever average.
         from_logits: Whether outputs are logits; None: unless the loss is ``nn.BCELoss``.
     """

@@ -19,13 +19,27 @@ def find(output: Any, target: Any) -> tuple[Tensor, Tensor]:
     """
     if isinstance(output, Tensor) and isinstance(target, Tensor) and output.dim():
         return widened(output), target
+    prediction, labels = picked(output, target)
+    if not isinstance(output, Tensor) and prediction.shape[:-1] == labels.shape != (len(labels),):
+        prediction = prediction.movedim(-1, 1)  # as in transformers: classes come last
+    return widened(prediction), labels
+
+
+def picked(output: Any, target: Any) -> tuple[Tensor, Tensor]:
+    """The prediction and the labels as they are.
+
+    Args:
+        output: What a model returned.
+        target: A batch's target.
+
+    Raises:
+        UserError: One of them is not there.
+    """
     prediction = _pick(output, ("output", "logits"), ("loss", "num_items"))
     labels = _pick(target, ("y", "labels", "label"), ())
     if prediction is None or labels is None or not prediction.dim():
         raise misfit(output, target)
-    if not isinstance(output, Tensor) and prediction.shape[:-1] == labels.shape != (len(labels),):
-        prediction = prediction.movedim(-1, 1)  # as in transformers: classes come last
-    return widened(prediction), labels
+    return prediction, labels
 
 
 def widened(output: Any) -> Any:
