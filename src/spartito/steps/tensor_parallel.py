@@ -23,7 +23,7 @@ from spartito.engine.checksum import checksum, different, outliers
 from spartito.engine.divided_update import ELEMENTWISE
 from spartito.engine.meta_models import make_all, told
 from spartito.engine.optimizer_step import stepping
-from spartito.engine.optimizers import has_sparse_gradients, optimizer_parameters, unwrap
+from spartito.engine.optimizers import Wrapper, has_sparse_gradients, optimizer_parameters, unwrap
 from spartito.errors import TaskLostError, UserError
 from spartito.log import warn
 from spartito.mesh import placing
@@ -169,13 +169,14 @@ class TensorParallel:
     def gradients(self, model: nn.Module, optimizer: Optimizer) -> Prepared:
         """As `Placement.gradients`."""
         own = unwrap(model)
+        called = model if isinstance(model, Wrapper) else own
         compiled = [m for m in own.modules() if m._compiled_call_impl is not None]
-        if (own is not model or compiled) and self._team.is_chief:
+        if (called is not model or compiled) and self._team.is_chief:
             warn("torch.compile is left out on a mesh: it cannot look into the exchange of shards")
         for module in compiled:
             module._compiled_call_impl = None
         self.cut_state(own, optimizer)
-        return self._exchange.gradients(own, optimizer)
+        return self._exchange.gradients(called, optimizer)
 
     def rejoin(self) -> None:
         """As `Rejoins.rejoin`: the axes have others along them, and who joins cuts its models."""

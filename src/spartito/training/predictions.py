@@ -14,7 +14,6 @@ from spartito.data.batch import Batch
 from spartito.data.collate import rows
 from spartito.data.dataset import Dataset
 from spartito.engine.logged import listening
-from spartito.engine.loss import LossFunction
 from spartito.errors import UserError
 from spartito.heartbeat import EVALUATE, beat
 from spartito.strategies import Strategy
@@ -27,10 +26,13 @@ def predicted(
     model: nn.Module,
     dataset: Dataset,
     steps: int | None,
-    loss: LossFunction | None,
+    has_loss: bool,
     callbacks: Sequence[Callback],
 ) -> Any:
-    """The outputs for ``steps`` batches of ``dataset``, or all, equal on all replicas."""
+    """The outputs for ``steps`` batches of ``dataset``, or all, equal on all replicas.
+
+    With ``has_loss`` a loss is computed of what the model returns; else it computes its own.
+    """
     begin, end = (hooks(callbacks, f"on_predict_batch_{when}") for when in ("begin", "end"))
     outputs: list[Any] = []
     for callback in callbacks:
@@ -42,7 +44,7 @@ def predicted(
             for hook in begin:
                 hook(number)
             try:
-                output = strategy.predict(batch, loss is not None)
+                output = strategy.predict(batch, has_loss)
             except Exception as error:
                 at = f"in prediction step {number + 1}"
                 note_batch(error, batch, dataset, at, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from spartito import status
 from spartito.checkpoint.in_store import StoredCheckpoint
 from spartito.checkpoint.manager import read_sections
+from spartito.cluster.resolver import resolve
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.engine.devices import move
 from spartito.engine.loss import LossFunction, make_loss
@@ -26,12 +28,14 @@ from spartito.training.arguments import asked_epochs, asked_strategy, known_name
 from spartito.training.backups.identity import options_of
 from spartito.training.callback import Callback, Where, check_given
 from spartito.training.callbacks.backup_and_restore import BackupAndRestore
+from spartito.training.custom_step import StepFunction, custom_step
 from spartito.training.eval_prediction import ComputeMetrics
 from spartito.training.evaluation import Evaluation
 from spartito.training.evaluation_figures import Figures
 from spartito.training.evaluator import check_callbacks, first_checkpoint, follow, own_checkpoint
 from spartito.training.fit_data import BATCH, Weights, check_weights, split, training_data
 from spartito.training.history import History
+from spartito.training.lightning_module import is_lightning, parts_of
 from spartito.training.loops.choice import make_loop
 from spartito.training.loops.training_loop import TrainingLoop
 from spartito.training.metrics.names import MetricLike, make_metrics
@@ -67,6 +71,11 @@ class Trainer:
             data, and returns figures by name, as in Transformers (`EvalPrediction`).
         strategy: What `sp.strategy` returns, or its name; None lets the launcher or the cluster
             decide, once for all trainers of a process.
+        train_step: A function ``(model, batch)`` that computes the loss of a batch, in place of
+            ``loss``: with a penalty of gradients, several passes, or a loss of reinforcement
+            learning. It returns what ``loss`` may, or ``{"loss": ..., "output": ...}``. A
+            LightningModule brings this, its optimizer and its scheduler itself.
+        eval_step: The same for evaluations; None: ``train_step``, with the model in eval mode.
         scheduler: One of torch's, or a function of the optimizer that makes it.
         scheduler_interval: "step": it is stepped once per global step, or "epoch": after each
             epoch, as `ReduceLROnPlateau` always is.
@@ -104,6 +113,8 @@ class Trainer:
         metrics: MetricLike | Sequence[MetricLike] = (),
         compute_metrics: ComputeMetrics | None = None,
         strategy: Strategy | str | None = None,
+        train_step: StepFunction | None = None,
+        eval_step: StepFunction | None = None,
         scheduler: SchedulerLike | None = None,
         scheduler_interval: str = "step",
         scheduler_monitor: str | None = None,
@@ -119,6 +130,14 @@ class Trainer:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise UserError(f"model={model!r} is no module", "Give an object: Net(), not Net.")
+        if train_step is None and is_lightning(model):
+            parts = parts_of(model, resolve().is_chief)
+            train_step, eval_step = parts.train_step, eval_step or parts.eval_step
+            if optimizer is None:
+                optimizer = parts.optimizer
+            if scheduler is None and parts.scheduler is not None:
+                scheduler, scheduler_interval = parts.scheduler, parts.interval
+                scheduler_monitor = parts.monitor
         self.strategy = asked_strategy(strategy)
         self.loss = make_loss(loss)
         self.metrics, self._compute_metrics = make_metrics(metrics, self.loss), compute_metrics
@@ -137,6 +156,8 @@ class Trainer:
         self.run_dir = status.begin(run_dir, task)
         self.coordination.record_to = self.run_dir
         recompute(unwrap(model), checkpoint_activations)
+        self._custom_step = custom_step(model, train_step, eval_step, self.loss, self.strategy)
+        model = model if self._custom_step is None else self._custom_step
         self.model, self.optimizer = self.strategy.prepare(
             model,
             NoOptimizer() if optimizer is None else optimizer,
@@ -330,7 +351,7 @@ class Trainer:
     ) -> None:
         """Train these epochs, and tell all who must know how that ended."""
         try:
-            with self.notice, self.coordination.training():
+            with self.notice, self.coordination.training(), self._stepping(True):
                 loop.run(epochs, steps_per_epoch, validation, history)
                 self.saves.finish()
         except BaseException as error:
@@ -368,9 +389,12 @@ class Trainer:
             exact over all examples.
         """
         given = self._asked(callbacks)
-        return Figures(
-            self.coordination.publish(lambda: self._evaluation(data, steps, batch_size).run(given))
-        )
+        with self._stepping(True):
+            return Figures(
+                self.coordination.publish(
+                    lambda: self._evaluation(data, steps, batch_size).run(given)
+                )
+            )
 
     @known_names("predict")
     @with_its_pair("predict")
@@ -399,9 +423,10 @@ class Trainer:
             as_dataset(data, batch_size), shuffled=False, padded=True, corrupt_limit=0, repeats=1
         )
         self.coordination.synchronize()
-        with evaluating(self.model):
+        has_loss = self.loss is not None or self._custom_step is not None
+        with evaluating(self.model), self._stepping(False):
             return predicted(
-                self.strategy, self.model, chain, steps, self.loss, self._asked(callbacks)
+                self.strategy, self.model, chain, steps, has_loss, self._asked(callbacks)
             )
 
     @with_its_pair("save")
@@ -541,6 +566,11 @@ class Trainer:
     def goes_on(self) -> bool:
         """Whether the next `fit` goes on where `load` has found that another one was."""
         return self._restored is not None
+
+    def _stepping(self, steps: bool) -> AbstractContextManager[None]:
+        """A block in which the model is called as ``train_step`` does, or as without one."""
+        own = self._custom_step
+        return nullcontext() if own is None else own.stepping(steps)
 
     def _note_options(self) -> None:
         """Remember the optimizer's options before anything is trained or loaded."""

@@ -1,0 +1,147 @@
+"""Trainings whose step is a function of the user's, or that of a LightningModule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytorch_lightning
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import spartito as sp
+from tests.replicas import warns
+from tests.strategies.jobs import blobs, make_strategy, mlp, weights
+
+EXAMPLES, BATCH = 41, 7
+
+
+def penalized(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    """The loss with a penalty of the gradient by the input, one for each example."""
+    x, y = batch
+    x = x.clone().requires_grad_(torch.is_grad_enabled())
+    output = model(x)
+    losses = F.cross_entropy(output, y, reduction="none")
+    if torch.is_grad_enabled():
+        (slope,) = torch.autograd.grad(losses.sum(), x, create_graph=True)
+        losses = losses + 0.1 * slope.square().sum(1)
+    return {"loss": losses, "output": output.detach()}
+
+
+def tuned(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+
+@warns("every=")
+def fit(name: str, options: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A training with a step of its own, saved in between, and what comes of it."""
+    strategy = make_strategy(name, **options)
+    net: Any = mlp()
+    trainer = sp.Trainer(
+        net, optimizer=tuned, train_step=penalized, metrics=["accuracy"], strategy=strategy,
+        clip_norm=1.0, **more,
+    )  # fmt: skip
+    x, y = blobs(EXAMPLES)
+    data = sp.data.arrays(x, y).batch(BATCH)
+    history = trainer.fit(data, epochs=2, validation_data=(x[:9], y[:9]), verbose=0)
+    predictions = trainer.predict((x[:5], y[:5]))
+    found = {
+        "loss": history.history["loss"], "val_loss": history.history["val_loss"],
+        "accuracy": history.history["accuracy"], "weights": weights(strategy, net),
+        "predictions": predictions,
+    }  # fmt: skip
+    strategy.close()
+    return found
+
+
+def by_torch() -> dict[str, Any]:
+    """The same by plain torch."""
+    net: Any = mlp()
+    optimizer = tuned(net.parameters())
+    x, y = blobs(EXAMPLES)
+    found: dict[str, Any] = {"loss": [], "val_loss": [], "accuracy": []}
+    for _ in range(2):
+        total = right = 0.0
+        for start in range(0, EXAMPLES, BATCH):
+            rows = slice(start, start + BATCH)
+            step = penalized(net, (x[rows], y[rows]))
+            optimizer.zero_grad()
+            step["loss"].mean().backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            total += step["loss"].sum().item()
+            right += (step["output"].argmax(1) == y[rows]).sum().item()
+        found["loss"].append(total / EXAMPLES)
+        found["accuracy"].append(right / EXAMPLES)
+        with torch.no_grad():
+            found["val_loss"].append(F.cross_entropy(net(x[:9]), y[:9]).item())
+    with torch.no_grad():
+        predictions = net(x[:5])
+    return {**found, "weights": dict(net.state_dict()), "predictions": predictions}
+
+
+class Classifier(pytorch_lightning.LightningModule):
+    """As one writes it for Lightning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(x)
+        return found
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        output = self(x)
+        self.log("val_loss", F.cross_entropy(output, y))
+        self.log_dict({"val_acc": (output.argmax(1) == y).double().mean()})
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return [optimizer], [schedule]
+
+
+@warns("every=")
+def lightning(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    strategy = make_strategy(name, **options)
+    module = Classifier()
+    trainer = sp.Trainer(module, strategy=strategy)
+    x, y = blobs(EXAMPLES)
+    data = sp.data.arrays(x, y).batch(BATCH)
+    history = trainer.fit(data, epochs=2, validation_data=(x[:9], y[:9]), verbose=0).history
+    found = {**history, "weights": weights(strategy, module)}
+    strategy.close()
+    return found
+
+
+def lightning_by_torch() -> dict[str, Any]:
+    net: Any = mlp()
+    x, y = blobs(EXAMPLES)
+    found: dict[str, Any] = {"loss": [], "train_loss": [], "val_loss": [], "val_acc": []}
+    for rate in (0.1, 0.05):
+        total = 0.0
+        for start in range(0, EXAMPLES, BATCH):
+            rows = slice(start, start + BATCH)
+            loss = F.cross_entropy(net(x[rows]), y[rows])
+            loss.backward()
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter -= rate * parameter.grad
+                    parameter.grad = None
+            total += loss.item() * len(y[rows])
+        found["loss"].append(total / EXAMPLES)
+        found["train_loss"].append(total / EXAMPLES)
+        with torch.no_grad():
+            output = net(x[:9])
+        found["val_loss"].append(F.cross_entropy(output, y[:9]).item())
+        found["val_acc"].append((output.argmax(1) == y[:9]).double().mean().item())
+    state = {f"layers.{key}": value for key, value in net.state_dict().items()}
+    return {**found, "weights": state}
