@@ -38,8 +38,8 @@ def fit(name: str, options: dict[str, Any], **more: Any) -> dict[str, Any]:
     strategy = make_strategy(name, **options)
     net: Any = mlp()
     trainer = sp.Trainer(
-        net, optimizer=tuned, train_step=penalized, metrics=["accuracy"], strategy=strategy,
-        clip_norm=1.0, **more,
+        net, optimizer=tuned, train_step=penalized, strategy=strategy, clip_norm=1.0,
+        metrics=["accuracy", *([] if name == "parameter_server" else ["gradient_norm"])], **more,
     )  # fmt: skip
     x, y = blobs(EXAMPLES)
     data = sp.data.arrays(x, y).batch(BATCH)
@@ -47,7 +47,8 @@ def fit(name: str, options: dict[str, Any], **more: Any) -> dict[str, Any]:
     predictions = trainer.predict((x[:5], y[:5]))
     found = {
         "loss": history.history["loss"], "val_loss": history.history["val_loss"],
-        "accuracy": history.history["accuracy"], "weights": weights(strategy, net),
+        "accuracy": history.history["accuracy"], "norm": history.history.get("gradient_norm", []),
+        "weights": weights(strategy, net),
         "predictions": predictions,
     }  # fmt: skip
     strategy.close()
@@ -59,20 +60,21 @@ def by_torch() -> dict[str, Any]:
     net: Any = mlp()
     optimizer = tuned(net.parameters())
     x, y = blobs(EXAMPLES)
-    found: dict[str, Any] = {"loss": [], "val_loss": [], "accuracy": []}
+    found: dict[str, Any] = {"loss": [], "val_loss": [], "accuracy": [], "norm": []}
     for _ in range(2):
-        total = right = 0.0
+        total = right = norms = 0.0
         for start in range(0, EXAMPLES, BATCH):
             rows = slice(start, start + BATCH)
             step = penalized(net, (x[rows], y[rows]))
             optimizer.zero_grad()
             step["loss"].mean().backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            norms += nn.utils.clip_grad_norm_(net.parameters(), 1.0).item()
             optimizer.step()
             total += step["loss"].sum().item()
             right += (step["output"].argmax(1) == y[rows]).sum().item()
         found["loss"].append(total / EXAMPLES)
         found["accuracy"].append(right / EXAMPLES)
+        found["norm"].append(norms / -(-EXAMPLES // BATCH))
         with torch.no_grad():
             found["val_loss"].append(F.cross_entropy(net(x[:9]), y[:9]).item())
     with torch.no_grad():
@@ -145,3 +147,10 @@ def lightning_by_torch() -> dict[str, Any]:
         found["val_acc"].append((output.argmax(1) == y[:9]).double().mean().item())
     state = {f"layers.{key}": value for key, value in net.state_dict().items()}
     return {**found, "weights": state}
+
+
+def with_norm(name: str, options: dict[str, Any]) -> None:
+    with make_strategy(name, **options) as strategy:
+        sp.Trainer(
+            mlp(), optimizer=tuned, train_step=penalized, metrics="gradient_norm", strategy=strategy
+        )

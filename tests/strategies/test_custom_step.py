@@ -10,7 +10,7 @@ from torch import nn
 
 import spartito as sp
 from spartito.errors import UserError
-from tests.replicas import Replicas
+from tests.replicas import ReplicaError, Replicas
 from tests.strategies import step_jobs
 from tests.strategies.jobs import blobs, mlp
 from tests.strategies.test_contracts import Case, close, each_of, run
@@ -28,8 +28,15 @@ CASES: list[Case] = [
 
 @each_of(CASES)
 def test_a_penalty_of_gradients(replicas: Replicas, case: Case) -> None:
-    found = run(replicas, case, step_jobs.fit)
-    close(found, step_jobs.by_torch())
+    found, expected = run(replicas, case, step_jobs.fit), step_jobs.by_torch()
+    if case[0] == "parameter_server":
+        expected["norm"] = []
+    close(found, expected)
+
+
+def test_servers_know_no_norm(replicas: Replicas) -> None:
+    with pytest.raises(ReplicaError, match="whose servers make the updates"):
+        replicas(step_jobs.with_norm, 2, "parameter_server", {}, servers=1)
 
 
 @each_of(CASES)

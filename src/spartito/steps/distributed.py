@@ -37,7 +37,8 @@ class StepResult(msgspec.Struct, frozen=True):
     is the sum of losses since the last update and ``weight`` what it is to be divided by; both
     are 0 when the step only accumulated. Strategies that meet in every step return the same
     numbers on every replica. ``stop`` says that somebody asked for an end, ``dropped`` how many
-    updates (pushes to servers) were not finite since then, and changed nothing.
+    updates (pushes to servers) were not finite since then, and changed nothing. ``norm`` is that
+    of the update's gradients before they were clipped, where it is a figure.
     """
 
     output: Any
@@ -48,6 +49,7 @@ class StepResult(msgspec.Struct, frozen=True):
     weight: float | Tensor = 0.0
     stop: bool = False
     dropped: int = 0
+    norm: Tensor | None = None
 
     @property
     def shown(self) -> tuple[float | Tensor, float | Tensor] | None:

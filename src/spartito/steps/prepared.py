@@ -42,6 +42,8 @@ class Pair:
     evaluates: bool = False  # whether its norms may evaluate parts of batches
     comparisons: Comparisons = field(default_factory=Comparisons)
     looks_from_first: bool | None = None  # at a loss of the model's own: what all its layers tell
+    reports_norm: bool = False  # whether the norm of each update's gradients is a figure
+    norm: Tensor | None = None  # that of the last update
     kept: Undo | None = None  # what was in the buffers
     saved: dict[str, Any] | None = None  # what `accumulated` returned for a checkpoint
     taken: int = 0  # how many of its gradients another optimizer's update has cleared

@@ -397,14 +397,15 @@ class Step:
             weight=weight,
             stop=stops > 0,
             dropped=int(dropped),
+            norm=pair.norm if pair.reports_norm and not dropped else None,
         )
 
     def _is_dropped(self, pair: Pair, loss: Number) -> bool:
         """Clip the gradients; whether they are of no use. In fp16 the scaler finds that out."""
         skips = self.coordination.skips_nonfinite and pair.precision != "fp16"
-        if pair.clip_norm is None and not skips:
+        if pair.clip_norm is None and not skips and not pair.reports_norm:
             return False
-        norm = self.global_norm(pair)
+        pair.norm = norm = self.global_norm(pair)
         if skips and not all(map(isfinite, read([norm, loss]))):
             return True
         if pair.clip_norm is not None:

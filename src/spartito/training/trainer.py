@@ -34,6 +34,7 @@ from spartito.training.evaluation import Evaluation
 from spartito.training.evaluation_figures import Figures
 from spartito.training.evaluator import check_callbacks, first_checkpoint, follow, own_checkpoint
 from spartito.training.fit_data import BATCH, Weights, check_weights, split, training_data
+from spartito.training.gradient_norm import report_norm
 from spartito.training.history import History
 from spartito.training.lightning_module import is_lightning, parts_of
 from spartito.training.loops.choice import make_loop
@@ -167,6 +168,7 @@ class Trainer:
             deterministic=deterministic,
             seed=seed,
         )
+        report_norm(self.strategy, self.optimizer, metrics)
         if isinstance(self.loss, nn.Module):  # it may have weights of its own
             move(self.loss, self.strategy.engine.team.device, self.optimizer)
         self.scheduler = make_scheduler(scheduler, self.optimizer)

@@ -8,6 +8,7 @@ from spartito.training.callbacks.lambda_callback import LambdaCallback
 from spartito.training.callbacks.learning_rate_scheduler import LearningRateScheduler
 from spartito.training.callbacks.loggers import MLflowLogger, WandbLogger
 from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
+from spartito.training.callbacks.profiler import Profiler
 from spartito.training.callbacks.progress_bar import ProgressBar
 from spartito.training.callbacks.tensorboard import TensorBoard
 from spartito.training.callbacks.terminate_on_nan import TerminateOnNaN
@@ -21,6 +22,7 @@ __all__ = [
     "LearningRateScheduler",
     "MLflowLogger",
     "ModelCheckpoint",
+    "Profiler",
     "ProgressBar",
     "TensorBoard",
     "TerminateOnNaN",

@@ -15,7 +15,7 @@ from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
 from spartito.data.memory import few_rows
 from spartito.engine.host_reads import Number, added, read
-from spartito.engine.logged import listening
+from spartito.engine.logged import listening, log
 from spartito.engine.seed import random_state, set_random_state
 from spartito.failpoints import watched
 from spartito.heartbeat import DATA, EVALUATE, SERVE, STEP, beat
@@ -30,6 +30,7 @@ from spartito.training.metrics import Metric
 from spartito.training.metrics.base import State
 from spartito.training.metrics.gathering import MetricSet, computed
 from spartito.training.metrics.logged import refuse_uncounted
+from spartito.training.metrics.names import GRADIENT_NORM
 from spartito.training.nonfinite import SKIP, SKIPPED
 from spartito.training.resume import check_position, meaning, next_epoch
 
@@ -272,6 +273,8 @@ class TrainingLoop:
         trainer = self._trainer
         trainer.step += result.updates
         trainer.skips.came(result.updates, result.dropped)
+        if result.norm is not None:
+            log(GRADIENT_NORM, result.norm, 1)
         if self._coordination.decides:  # under servers the chief's options are everybody's
             trainer.schedule.came(result.batches, result.updates, trainer.steps_per_epoch)
         return result.stop

@@ -37,6 +37,9 @@ from spartito.training.metrics.tensors import find
 MetricLike: TypeAlias = Any
 """A name, a function ``(output, target)``, a `Metric`, or a metric of torchmetrics."""
 
+GRADIENT_NORM = "gradient_norm"
+"""The mean over the updates of an epoch: asked for as a metric, it is none of outputs."""
+
 _MEANS: dict[str, MetricFunction] = {
     "accuracy": accuracy,
     "binary_accuracy": binary_accuracy,
@@ -76,7 +79,8 @@ def make_metrics(
     Names of means over examples: accuracy, binary_accuracy, top_k_accuracy (k = 5) or
     top_3_accuracy, mean_absolute_error (mae), mean_squared_error (mse). Of classifiers: auc
     (roc_auc), pr_auc (average_precision), precision, recall, f1, each also as precision_micro,
-    _macro, _weighted or _binary, and confusion_matrix. "loss" is always there.
+    _macro, _weighted or _binary, and confusion_matrix. "loss" is always there. "gradient_norm" is
+    the trainer's own.
 
     Binary outputs count as logits, unless ``loss`` is ``nn.BCELoss``, which wants probabilities.
     Of a model that returns a dict or object they look at "output" or "logits", and of a batch
@@ -87,7 +91,9 @@ def make_metrics(
     """
     if isinstance(given, str) or not isinstance(given, Sequence):
         given = [given]
-    metrics = [made for metric in given if metric != "loss" for made in _made(metric, loss)]
+    own = ("loss", GRADIENT_NORM)
+    wanted = [metric for metric in given if not (isinstance(metric, str) and metric in own)]
+    metrics = [made for metric in wanted for made in _made(metric, loss)]
     for metric in metrics:
         metric.adapt(loss)
     names = [metric.name for metric in metrics]
@@ -126,7 +132,9 @@ def _named(name: str, loss: LossFunction | None) -> Metric:
     ignored = getattr(loss, "ignore_index", IGNORED)
     top = re.fullmatch(r"top_?([1-9][0-9]*)(_accuracy)?", name)
     if not top and name not in _MEANS:
-        raise UserError(f"unknown metric {name!r}", nearest(name, [*_MEANS, *_OBJECTS, "loss"]))
+        raise UserError(
+            f"unknown metric {name!r}", nearest(name, [*_MEANS, *_OBJECTS, "loss", GRADIENT_NORM])
+        )
     function: MetricFunction = top_k_accuracy if top else _MEANS[name]
     if top:
         function = partial(top_k_accuracy, k=int(top[1]), ignored=ignored)
