@@ -154,3 +154,31 @@ def with_norm(name: str, options: dict[str, Any]) -> None:
         sp.Trainer(
             mlp(), optimizer=tuned, train_step=penalized, metrics="gradient_norm", strategy=strategy
         )
+
+
+@warns("every=")
+def find_rate(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The rates and losses of a search, and whether it left everything as it was."""
+    strategy = make_strategy(name, **options)
+    trainer = sp.Trainer(mlp(), optimizer=tuned, loss=nn.CrossEntropyLoss(), strategy=strategy)
+    x, y = blobs(EXAMPLES)
+    trainer.fit((x, y), batch_size=BATCH, verbose=0)
+    before = {key: value.clone() for key, value in strategy.state_dict()["model"].items()}
+    found = trainer.find_learning_rate((x, y), low=1e-4, high=1e3, steps=30, batch_size=BATCH)
+    after = {key: value.clone() for key, value in strategy.state_dict()["model"].items()}
+    again = trainer.fit((x, y), epochs=2, batch_size=BATCH, verbose=0)
+    strategy.close()
+    return {
+        "rates": found.rates, "losses": found.losses, "suggestion": found.suggestion or 0.0,
+        "moved": max((after[k] - before[k]).abs().max().item() for k in before),
+        "again": again.history["loss"], "lr": trainer.optimizer.param_groups[0]["lr"],
+    }  # fmt: skip
+
+
+def fitted_twice() -> list[float]:
+    """The losses of the second `fit` without a search."""
+    trainer = sp.Trainer(mlp(), optimizer=tuned, loss=nn.CrossEntropyLoss())
+    x, y = blobs(EXAMPLES)
+    trainer.fit((x, y), batch_size=BATCH, verbose=0)
+    losses: list[float] = trainer.fit((x, y), epochs=2, batch_size=BATCH, verbose=0).history["loss"]
+    return losses

@@ -46,6 +46,17 @@ def test_a_lightning_module(replicas: Replicas, case: Case) -> None:
           step_jobs.lightning_by_torch())  # fmt: skip
 
 
+@each_of([case for case in CASES if case[0] != "parameter_server"])
+def test_a_rate_is_found_and_nothing_is_changed(replicas: Replicas, case: Case) -> None:
+    found = run(replicas, case, step_jobs.find_rate)
+    assert found["moved"] == 0
+    assert found["lr"] == 0.1
+    assert found["again"] == pytest.approx(step_jobs.fitted_twice(), abs=1e-12)
+    assert found["rates"][0] == pytest.approx(1e-4)
+    assert len(found["rates"]) == len(found["losses"]) < 30  # it ended when the loss grew
+    assert 1e-3 < found["suggestion"] < 10
+
+
 def test_a_model_is_called_as_it_is_outside_of_fit() -> None:
     net: Any = mlp()
     trainer = sp.Trainer(net, optimizer=step_jobs.tuned, train_step=step_jobs.penalized)

@@ -86,7 +86,7 @@ def custom_step(
         raise UserError("train_step and loss", "train_step computes the loss: leave loss= out.")
     if strategy.engine.parts.placement.account.hides_outputs:
         raise UserError(
-            f"train_step under {strategy.name}, which cuts the model's forward()",
+            f"train_step under {strategy}, which cuts the model's forward()",
             "Choose another strategy, or compute the loss in forward() or by loss=.",
         )
     return CustomStep(model, train_step, train_step if eval_step is None else eval_step)

@@ -27,7 +27,7 @@ def report_norm(strategy: Strategy, optimizer: Optimizer, metrics: Any) -> None:
         return
     if strategy.engine.cluster.addresses.get("ps"):
         raise UserError(
-            f"the metric {GRADIENT_NORM!r} under {strategy.name}, whose servers make the updates",
+            f"the metric {GRADIENT_NORM!r} under {strategy}, whose servers make the updates",
             "Leave it out, or choose another strategy.",
         )
     strategy.engine.team.pairs.of(optimizer).reports_norm = True

@@ -46,6 +46,7 @@ from spartito.training.own_callbacks import with_own
 from spartito.training.packed_documents import check_documents
 from spartito.training.predictions import predicted
 from spartito.training.preemption import Notice
+from spartito.training.rate_finder import LearningRates, find_learning_rate
 from spartito.training.resume import find_together, restore, trained_on
 from spartito.training.run_folder import RunFolder, check_task
 from spartito.training.saving import Saves
@@ -430,6 +431,36 @@ class Trainer:
             return predicted(
                 self.strategy, self.model, chain, steps, has_loss, self._asked(callbacks)
             )
+
+    @with_its_pair()
+    def find_learning_rate(
+        self,
+        data: Any,
+        *,
+        low: float = 1e-6,
+        high: float = 1.0,
+        steps: int = 100,
+        batch_size: int = 32,
+    ) -> LearningRates:
+        """Find a learning rate to begin with, by a short training in which it grows.
+
+        Model and optimizer are afterwards what they were before. The suggestion is where the loss
+        fell fastest: a good rate to try, and no more.
+
+        Args:
+            data: Anything that `fit` takes.
+            low: The rate of the first step.
+            high: That of the last one, unless the loss has grown to four times its best before.
+            steps: How many steps at most.
+            batch_size: The global batch size, where ``data`` brings none.
+
+        Returns:
+            The rates, the losses, and the suggestion, equal on all replicas.
+
+        Raises:
+            UserError: The rates do not grow, or workers do not meet in a step.
+        """
+        return find_learning_rate(self, data, low, high, steps, batch_size)
 
     @with_its_pair("save")
     def save(
