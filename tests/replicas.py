@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from spartito.log import logger
+from spartito.notes import logger
 from spartito.wire.ports import free_ports
 from tests import stacks
 from tests.processes import context

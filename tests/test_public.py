@@ -25,7 +25,7 @@ LAYERS = [
         "aside",
         "errors",
         "system",
-        "log",
+        "notes",
         "names",
         "decoders",
         "failpoints",

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from spartito.log import warn
+from spartito.notes import warn
 from tests import at_night, commands, skips
 from tests.replicas import Job, ReplicaError, Replicas, warns
 

@@ -18,7 +18,7 @@ from spartito.errors import (
     UserError,
     install_excepthook,
 )
-from spartito.log import configure as _configure
+from spartito.notes import configure as _configure
 from spartito.system import check_platform as _check_platform
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from spartito.cluster.spec import ClusterSpec, Task
     from spartito.data.batch import Batch
     from spartito.engine.compression import PowerSGD
+    from spartito.engine.logged import log
     from spartito.engine.seed import seed_everything
     from spartito.engine.value_recipes import meta
     from spartito.launch import Launch as _Launch
@@ -74,6 +75,7 @@ __getattr__ = _attach(
         "TPUStrategy": "spartito.strategies",
         "Task": "spartito.cluster.spec",
         "Trainer": "spartito.training.trainer",
+        "log": "spartito.engine.logged",
         "meta": "spartito.engine.value_recipes",
         "seed_everything": "spartito.engine.seed",
         "strategy": "spartito.strategies",
@@ -117,6 +119,7 @@ __all__ = [
     "data",
     "extend",
     "launch",
+    "log",
     "meta",
     "metrics",
     "models",

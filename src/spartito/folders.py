@@ -29,8 +29,8 @@ from typing import Self
 from spartito.errors import UnwritableError, UserError
 from spartito.forks import keep_from_forks
 from spartito.life import Life
-from spartito.log import note, shown
 from spartito.names import ENV_SECRET, ENV_SECRET_FILE, ENV_STORE
+from spartito.notes import note, shown
 from spartito.wire.interfaces import own_name
 
 LOCK = ".spartito.lock"

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from spartito.heartbeat import dump_stacks
-from spartito.log import note
+from spartito.notes import note
 
 FIRST = 2.0  # seconds of the first wait that is logged
 FACTOR = 10  # the next one that is logged is so many times longer

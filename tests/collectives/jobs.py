@@ -31,7 +31,7 @@ from spartito.collectives.tcp import SocketCollective
 from spartito.collectives.torch_store import OfTorch
 from spartito.errors import TaskLostError
 from spartito.launch.lines.network import Machine
-from spartito.log import logger
+from spartito.notes import logger
 from spartito.ps.protocol.messages import Lost
 from spartito.wire.frames import Wire
 from tests.collectives.group import join, spec

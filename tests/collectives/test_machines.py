@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from spartito.launch.lines.network import Machine, NoNamespacesError, network
-from spartito.log import logger
+from spartito.notes import logger
 from spartito.wire.addresses import Endpoint
 from spartito.wire.listening import listen
 from tests.collectives import jobs

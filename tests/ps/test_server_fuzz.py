@@ -19,7 +19,7 @@ from msgspec import inspect
 from msgspec.structs import replace
 
 from spartito.collectives.versions import Versions
-from spartito.log import RareWarnings
+from spartito.notes import RareWarnings
 from spartito.ps.protocol import work
 from spartito.ps.protocol.fields import MOST
 from spartito.ps.protocol.memory import allocate

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import spartito as sp
 from spartito.engine import gradient_edits
-from spartito.log import logger
+from spartito.notes import logger
 from tests.replicas import warns
 
 EXAMPLES, BATCH = 22, 8  # the last batch has 6 rows

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
-from spartito.engine.logged import log
+from spartito import log
 from tests.replicas import warns
 from tests.strategies.jobs import blobs, make_strategy, mlp
 

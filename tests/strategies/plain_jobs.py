@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import spartito as sp
 import spartito.engine.precision
 from spartito.engine.optimizers import unwrap
-from spartito.log import logger
+from spartito.notes import logger
 from tests.replicas import warns
 from tests.strategies.changing_jobs import weights
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from spartito.errors import TaskLostError, UserError
-from spartito.log import shown
+from spartito.notes import shown
 from spartito.wire.acceptor import Acceptor
 from spartito.wire.addresses import DRAWN, Endpoint
 from spartito.wire.dialing import reach

@@ -18,7 +18,7 @@ from typing import Any
 
 from spartito.checkpoint.manager import about_of
 from spartito.errors import UnwritableError, UserError
-from spartito.log import warn
+from spartito.notes import warn
 from spartito.storage.atomic import MANIFEST, read_manifest
 from spartito.storage.private import private_directory
 from spartito.storage.remote import (

@@ -34,7 +34,7 @@ from typing import Any
 from spartito.checkpoint.stored_parts import SUFFIX, Reader
 from spartito.errors import UserError
 from spartito.failpoints import failpoint
-from spartito.log import warn
+from spartito.notes import warn
 from spartito.storage.atomic import (
     MANIFEST,
     Manifest,

@@ -9,8 +9,8 @@ from ipaddress import ip_address
 from spartito.cluster.address_list import ENV_ADDRESS
 from spartito.cluster.spec import ClusterSpec
 from spartito.errors import UserError
-from spartito.log import warn
 from spartito.names import ENV_INTERFACE, ENV_PORTS
+from spartito.notes import warn
 from spartito.system import PROC
 from spartito.wire.addresses import DRAWN, Endpoint, is_loopback, split_address
 from spartito.wire.interfaces import address_of, own_address, own_addresses

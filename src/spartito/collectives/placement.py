@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from spartito.cluster.spec import ClusterSpec
-from spartito.log import note
+from spartito.notes import note
 from spartito.system import shares_memory, why_not_shared
 
 PROCESS_GROUP = ("ddp", "fsdp", "process_group")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from spartito.errors import UserError
-from spartito.log import warn
+from spartito.notes import warn
 from spartito.system import reserve as claim
 
 PREFIX = "spartito-"

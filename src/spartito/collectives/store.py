@@ -21,7 +21,7 @@ from spartito.errors import (
     SpartitoError,
     TaskLostError,
 )
-from spartito.log import TORCH_LEVEL
+from spartito.notes import TORCH_LEVEL
 from spartito.waiting import Waiting
 
 T = TypeVar("T")

@@ -26,7 +26,7 @@ from spartito.data.decode import MODES, Color, pixels_of
 from spartito.data.headers import promised_format
 from spartito.data.image_files import ImageFiles, LocalImages, Stamp
 from spartito.errors import UserError
-from spartito.log import warn
+from spartito.notes import warn
 from spartito.system.capacity import available_memory
 from spartito.urls import is_remote
 

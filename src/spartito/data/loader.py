@@ -24,7 +24,7 @@ from spartito.data.prefetch import read_ahead
 from spartito.data.reading import Processes, Wanted, changed, make_reading, mapped
 from spartito.data.source import BatchStream, ExampleStream, Found, InputContext, PerWorker
 from spartito.errors import CorruptSampleError, UserError
-from spartito.log import warn
+from spartito.notes import warn
 
 Task = Callable[[], Batch]
 

@@ -23,7 +23,7 @@ from spartito.accelerators import generator_states, set_generator_states
 from spartito.collectives.collective import Collective
 from spartito.engine.step_context import StepContext, current
 from spartito.errors import UserError
-from spartito.log import warn
+from spartito.notes import warn
 
 
 class _SyncNormalize(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spartito.accelerators import generator_states, set_generator_states
 from spartito.data.collate import count_rows, leaves, rows
 from spartito.engine.loss import forward, mapped
-from spartito.log import note
+from spartito.notes import note
 
 
 @dataclass(slots=True)

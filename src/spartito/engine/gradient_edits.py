@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from spartito.engine.optimizers import optimizer_parameters
 from spartito.errors import UserError
-from spartito.log import warn
+from spartito.notes import warn
 
 ADVICE = (
     "Put all losses, and any factor, into the one loss for strategy.backward(loss, batch). Change "

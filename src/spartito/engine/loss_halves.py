@@ -19,7 +19,7 @@ from spartito.engine.logged import listening
 from spartito.engine.loss import LossFunction, WeightedLoss, look, mapped, of_torch
 from spartito.engine.loss_means import ADVICE, COMPARES
 from spartito.errors import UserError
-from spartito.log import warn
+from spartito.notes import warn
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 """By how much of the loss the sum of the halves may differ from the whole: rounding."""

@@ -22,7 +22,7 @@ from spartito.engine.value_recipes import (
     value_of,
 )
 from spartito.errors import UserError
-from spartito.log import warn
+from spartito.notes import warn
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 from spartito.accelerators import kind_of
 from spartito.engine.fused_update import OurHook
 from spartito.errors import UserError
-from spartito.log import warn
+from spartito.notes import warn
 
 OptimizerLike = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 

@@ -15,8 +15,8 @@ from spartito.engine import fused_update
 from spartito.engine.optimizer_step import stepping
 from spartito.engine.optimizers import fill_momentum
 from spartito.errors import UserError
-from spartito.log import warn
 from spartito.names import PRECISIONS, nearest
+from spartito.notes import warn
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

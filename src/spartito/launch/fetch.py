@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from spartito.errors import SpartitoError, UserError, show
-from spartito.log import note
+from spartito.notes import note
 
 DONE = ".fetched"
 ARCHIVES = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".zip")

@@ -12,7 +12,7 @@ import msgspec
 
 from spartito.errors import SpartitoError, TaskLostError
 from spartito.failpoints import failpoint
-from spartito.log import note, warn
+from spartito.notes import note, warn
 from spartito.ps.client.appointments import Appointments, View
 from spartito.ps.client.control import Control
 from spartito.ps.client.link import Link

@@ -24,8 +24,8 @@ from spartito.cluster.spec import ClusterSpec, Task
 from spartito.collectives.placement import note_sockets
 from spartito.collectives.versions import Versions
 from spartito.errors import SpartitoError, UserError
-from spartito.log import note
 from spartito.names import ENV_SNAPSHOT_DIR, nearest
+from spartito.notes import note
 from spartito.ps.chief import JOB, Chief, OnCame, OnLost, views_of
 from spartito.ps.client.appointments import SILENT_SECONDS, Appointments
 from spartito.ps.client.appointments import Server as Watched

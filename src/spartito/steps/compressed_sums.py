@@ -15,7 +15,7 @@ from spartito.engine.compression import Compress, Compression, make_compression
 from spartito.engine.gradients import PackedGradients
 from spartito.engine.optimizers import optimizer_parameters, unwrap
 from spartito.errors import UserError
-from spartito.log import warn
+from spartito.notes import warn
 from spartito.steps.parts import Settings, State
 from spartito.steps.prepared import Pair
 from spartito.steps.team import Team

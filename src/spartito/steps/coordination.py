@@ -40,7 +40,7 @@ from spartito.engine.checksum import (
 )
 from spartito.engine.optimizers import unwrap
 from spartito.errors import UnwritableError, UserError
-from spartito.log import warn
+from spartito.notes import warn
 from spartito.steps.groups import ALIKE, Groups
 from spartito.steps.outer_loop import EveryStep, OuterLoop
 from spartito.steps.prepared import Pairs

@@ -21,7 +21,7 @@ from spartito.data.dataset import Dataset
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.optimizers import NoOptimizer, unwrap
 from spartito.errors import SpartitoError, TaskLostError, UserError
-from spartito.log import warn
+from spartito.notes import warn
 from spartito.outer import delta_exchange
 from spartito.outer.fragment_schedule import Turns
 from spartito.outer.fragments import Fragments

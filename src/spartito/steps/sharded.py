@@ -32,7 +32,7 @@ from spartito.engine.sharding.shard_copies import check_group
 from spartito.engine.sharding.sharded_gradients import ShardedGradients
 from spartito.engine.value_recipes import value_of
 from spartito.errors import TaskLostError, UserError
-from spartito.log import note
+from spartito.notes import note
 from spartito.outer.group_values import Shards, Values
 from spartito.outer.joined_groups import JoinedGroups
 from spartito.steps.compressed_sums import CompressedSums

@@ -26,9 +26,9 @@ from spartito.engine.loss import LossFunction
 from spartito.engine.meta_models import is_unmade, make_buffers, make_parameters
 from spartito.engine.optimizers import unwrap
 from spartito.errors import UserError
-from spartito.log import note
 from spartito.mesh.axes import DATA, PIPELINE, Mesh
 from spartito.mesh.layout import Layout
+from spartito.notes import note
 from spartito.pipeline import schedules
 from spartito.pipeline.messages import Messages, connect
 from spartito.pipeline.model import PipedModel

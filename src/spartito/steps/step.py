@@ -63,8 +63,8 @@ from spartito.engine.randomness import globalize
 from spartito.engine.sharding.hidden_parameters import asleep
 from spartito.engine.step_context import StepContext, enter
 from spartito.errors import SpartitoError, UserError
-from spartito.log import warn
 from spartito.names import nearest
+from spartito.notes import warn
 from spartito.outer.group_values import Replicas, Values
 from spartito.outer.joined_groups import JoinedGroups
 from spartito.steps.batches import Placed, Together

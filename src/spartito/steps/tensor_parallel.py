@@ -25,7 +25,6 @@ from spartito.engine.meta_models import make_all, told
 from spartito.engine.optimizer_step import stepping
 from spartito.engine.optimizers import Wrapper, has_sparse_gradients, optimizer_parameters, unwrap
 from spartito.errors import TaskLostError, UserError
-from spartito.log import warn
 from spartito.mesh import placing
 from spartito.mesh.axes import PIPELINE, Mesh
 from spartito.mesh.collectives import Axis, summing_at_end
@@ -33,6 +32,7 @@ from spartito.mesh.describe import Description, describe, describe_tensors
 from spartito.mesh.layout import DEFAULT, Layout
 from spartito.mesh.showing_modules import inside, saving
 from spartito.names import divisors
+from spartito.notes import warn
 from spartito.steps.computation import WholeModel
 from spartito.steps.coordination import SynchronousCoordination
 from spartito.steps.groups import AXIS, LAYERS, send

@@ -24,8 +24,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 from spartito.errors import UserError
-from spartito.log import warn
 from spartito.names import ENV_CACHE, ENV_CACHE_LIMIT
+from spartito.notes import warn
 
 FREE = 0.5
 """The part of the free disk that a cache without a limit may take."""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from spartito.errors import UnwritableError, UserError
 from spartito.folders import Holder, refusal
-from spartito.log import note, warn
+from spartito.notes import note, warn
 from spartito.storage.remote import Store, UnreadableError
 
 FOLDER = "spartito-lock"

@@ -10,8 +10,8 @@ from typing import Any
 from spartito.cluster.resolver import remarks, resolve
 from spartito.declared import INSIDE, Declared, declared_by, parse
 from spartito.errors import UserError
-from spartito.log import note
 from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
+from spartito.notes import note
 from spartito.registry import default_name, strategy_info
 from spartito.steps.distributed import StepResult
 from spartito.strategies.central_storage import CentralStorageStrategy

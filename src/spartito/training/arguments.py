@@ -11,8 +11,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from spartito.cluster.resolver import resolve
 from spartito.errors import UserError
-from spartito.log import note
 from spartito.names import ENV_EPOCHS, nearest
+from spartito.notes import note
 from spartito.strategies import Strategy, job_strategy, strategy
 
 P = ParamSpec("P")

@@ -17,7 +17,7 @@ from spartito.engine.logged import listening
 from spartito.engine.loss import LossFunction
 from spartito.errors import UserError
 from spartito.heartbeat import EVALUATE, beat
-from spartito.log import warn
+from spartito.notes import warn
 from spartito.strategies import Strategy
 from spartito.training.batch_blame import note_batch
 from spartito.training.callback import Callback, hooks

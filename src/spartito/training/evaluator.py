@@ -18,7 +18,7 @@ from spartito.checkpoint.manager import Best, CheckpointManager, read_checkpoint
 from spartito.cluster.limits import time_limit
 from spartito.errors import TaskLostError, UserError
 from spartito.heartbeat import EVALUATE, beat
-from spartito.log import note, warn
+from spartito.notes import note, warn
 from spartito.report.evaluations import append_evaluation
 from spartito.report.figures import VALIDATION, duration, figure, scalars
 from spartito.report.page import write_report

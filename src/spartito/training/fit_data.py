@@ -15,7 +15,7 @@ from spartito.data.source import BlockSource, OrderedSource, Source
 from spartito.data.stretch import stretch
 from spartito.engine.loss import LossFunction, describe
 from spartito.errors import UserError
-from spartito.log import warn
+from spartito.notes import warn
 
 BATCH = 32
 """Examples in a batch where nobody says how many."""

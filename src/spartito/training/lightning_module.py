@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from spartito.engine.logged import log
 from spartito.engine.loss import own_loss
 from spartito.errors import UserError
-from spartito.log import warn
+from spartito.notes import warn
 from spartito.training.custom_step import StepFunction
 
 NAME = "LightningModule"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from spartito.errors import UserError
-from spartito.log import warn
 from spartito.names import nearest
+from spartito.notes import warn
 from spartito.strategies import Strategy
 from spartito.training.callback import Callback, Logs
 from spartito.training.callbacks.backup_and_restore import BackupAndRestore

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from spartito.log import note
+from spartito.notes import note
 from spartito.training.callback import Callback, Training
 from spartito.training.callbacks.backup_and_restore import BackupAndRestore
 from spartito.training.callbacks.model_checkpoint import ModelCheckpoint

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, Self
 
 from spartito.errors import PreemptedError, UserError
-from spartito.log import warn
+from spartito.notes import warn
 from spartito.steps.task_end import PREEMPTING, Again, die_of, is_caught
 
 POLL_SECONDS = 1.0

@@ -17,7 +17,7 @@ from spartito import __version__, status
 from spartito.aside import put_aside
 from spartito.engine.optimizers import unwrap
 from spartito.errors import UnwritableError
-from spartito.log import note, warn
+from spartito.notes import note, warn
 from spartito.report.evaluations import EVALUATIONS, keep_until
 from spartito.report.lines import line_of, record_of
 from spartito.report.page import OF_A_PAGE, REPORT, write_report

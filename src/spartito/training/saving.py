@@ -15,7 +15,7 @@ from spartito.checkpoint.manager import write_sections
 from spartito.checkpoint.saving import Unwritten
 from spartito.errors import TaskLostError, UnwritableError, UserError
 from spartito.heartbeat import SAVE, during
-from spartito.log import warn
+from spartito.notes import warn
 from spartito.storage.atomic import writable, write_directory
 from spartito.storage.tensors import copied
 from spartito.training.callback import Callback

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from spartito.errors import UserError
-from spartito.log import warn
 from spartito.names import nearest
+from spartito.notes import warn
 from spartito.report.figures import VALIDATION, higher_is_better
 from spartito.training.callbacks.monitor import Monitor
 

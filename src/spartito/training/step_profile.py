@@ -28,12 +28,12 @@ from spartito.data.loader import Loader
 from spartito.data.placing import Placing
 from spartito.engine.optimizers import optimizer_parameters, unwrap
 from spartito.errors import UserError
-from spartito.log import note
 from spartito.mesh import placing
 from spartito.mesh.axes import Mesh
 from spartito.mesh.describe import describe
 from spartito.mesh.layout import DEFAULT, Layout
 from spartito.names import ENV_PROFILE
+from spartito.notes import note
 from spartito.report.lines import line_of
 from spartito.steps.computation import WholeModel
 from spartito.storage.atomic import write_file_atomically

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from spartito.engine.optimizers import unwrap
-from spartito.log import warn
+from spartito.notes import warn
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from spartito.engine.optimizers import NoOptimizer, OptimizerLike, unwrap
 from spartito.engine.recompute import Recompute, recompute
 from spartito.errors import PreemptedError, UnwritableError, UserError
 from spartito.folders import check_free
-from spartito.log import note, warn
+from spartito.notes import note, warn
 from spartito.storage.tensors import check_storable
 from spartito.strategies import Strategy
 from spartito.training.arguments import asked_epochs, asked_strategy, known_names

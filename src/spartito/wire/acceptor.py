@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from spartito.forks import keep_from_forks
-from spartito.log import RareWarnings, shown
+from spartito.notes import RareWarnings, shown
 from spartito.wire.handshake import UnknownPeerError, challenge
 from spartito.wire.limits import GREETING_SECONDS, MOST_UNKNOWN
 from spartito.wire.secret import Key

@@ -21,8 +21,8 @@ import struct
 import time
 
 from spartito.errors import SpartitoError, UserError
-from spartito.log import shown
 from spartito.names import ENV_TLS
+from spartito.notes import shown
 from spartito.wire.secret import Key
 from spartito.wire.streams import Connection, Sealed, Socket, is_unix
 from spartito.wire.tls import ALERT, Encrypted, speaks_another

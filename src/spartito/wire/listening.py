@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spartito.errors import UserError
-from spartito.log import note, warn
+from spartito.notes import note, warn
 from spartito.wire.addresses import DRAWN, Endpoint, is_loopback
 from spartito.wire.limits import BACKLOG, RESOLVE_SECONDS
 from spartito.wire.ports import is_own

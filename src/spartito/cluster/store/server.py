@@ -12,7 +12,7 @@ from spartito.cluster.store.journal import Journal
 from spartito.cluster.store.protocol import PURPOSE, Gather, Reply, Request
 from spartito.cluster.store.values import Values
 from spartito.errors import SpartitoError
-from spartito.log import RareWarnings, shown
+from spartito.notes import RareWarnings, shown
 from spartito.wire.acceptor import Acceptor
 from spartito.wire.frames import ProtocolError, TooLongError, Wire
 from spartito.wire.limits import LONG_HEADER

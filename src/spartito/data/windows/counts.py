@@ -14,7 +14,7 @@ from spartito.data.order import Indices
 from spartito.data.progress import Progress
 from spartito.data.windows.token_blocks import VERSION, TokenBlocks
 from spartito.errors import UserError
-from spartito.log import warn
+from spartito.notes import warn
 from spartito.storage.span_cache import Entry
 
 PARTS = 4

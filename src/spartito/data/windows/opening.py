@@ -20,7 +20,7 @@ from spartito.data.windows.source import Layout, WindowSource
 from spartito.data.windows.token_blocks import Encoding, TokenBlocks
 from spartito.data.windows.tokenizers import Tokenizer, as_tokenizer
 from spartito.errors import UserError
-from spartito.log import warn
+from spartito.notes import warn
 from spartito.storage.span_cache import SpanCache, default_cache
 
 SMALLEST = 2

@@ -27,8 +27,8 @@ from spartito.launch.processes.supervisor import supervise
 from spartito.launch.processes.throttle import fractions_of, slow_tasks
 from spartito.launch.processes.tpus import of_tpu
 from spartito.launch.store_keeper import kept_store
-from spartito.log import TORCH_LEVEL
 from spartito.names import ENV_SNAPSHOT_DIR
+from spartito.notes import TORCH_LEVEL
 from spartito.system.capacity import available_cores
 from spartito.system.files import temporary_folder
 from spartito.system.tpus import attached

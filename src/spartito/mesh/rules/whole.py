@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from spartito.errors import UserError
-from spartito.log import warn
 from spartito.mesh.part_copies import as_copies
 from spartito.mesh.sharded_tensor import Sharded, at, local_of, map_tensors
+from spartito.notes import warn
 
 _said: set[tuple[str, str]] = set()
 

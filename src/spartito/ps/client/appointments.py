@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from spartito.errors import SpartitoError, TaskLostError, UserError
-from spartito.log import warn
+from spartito.notes import warn
 from spartito.ps.protocol.messages import (
     Appoint,
     Copying,

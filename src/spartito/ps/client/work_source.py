@@ -12,7 +12,7 @@ from spartito.collectives.versions import Versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.failpoints import failpoint
 from spartito.heartbeat import dump_stacks, keep_files, last_words
-from spartito.log import note
+from spartito.notes import note
 from spartito.ps.protocol.runtime import SYSTEM, Channel, Runtime
 from spartito.ps.protocol.work import (
     MAX_PUBLISHED,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from spartito.errors import SpartitoError, UserError
-from spartito.log import note, shown, warn
+from spartito.notes import note, shown, warn
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.protocol.runtime import SYSTEM, Runtime
 from spartito.ps.protocol.work import Complete, Lease, Pause, Report, Work

@@ -13,7 +13,7 @@ from typing import Protocol
 from zlib import crc32
 
 from spartito.errors import TaskLostError
-from spartito.log import warn
+from spartito.notes import warn
 
 HEAD = struct.Struct("<II")
 """The length of a record and its checksum; the record follows."""

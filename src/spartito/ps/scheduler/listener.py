@@ -8,7 +8,7 @@ import msgspec
 
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
-from spartito.log import RareWarnings, shown
+from spartito.notes import RareWarnings, shown
 from spartito.ps.protocol.runtime import Channel, Joinable
 from spartito.ps.protocol.work import (
     MAX_PUBLISHED,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from spartito.errors import SpartitoError, TaskLostError
 from spartito.heartbeat import last_words
-from spartito.log import shown
+from spartito.notes import shown
 from spartito.ps.scheduler.ledger import Known
 
 

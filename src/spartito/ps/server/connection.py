@@ -11,7 +11,7 @@ from torch import Tensor
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.failpoints import failpoint
-from spartito.log import shown
+from spartito.notes import shown
 from spartito.ps.protocol.codec import Codec, make_codec
 from spartito.ps.protocol.layout import unused
 from spartito.ps.protocol.memory import allocate

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spartito.errors import SpartitoError
-from spartito.log import warn
+from spartito.notes import warn
 from spartito.ps.protocol.codec import PlainCodec
 from spartito.ps.protocol.layout import ITEM_SIZES, unused
 from spartito.ps.protocol.memory import dtype_of

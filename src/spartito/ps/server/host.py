@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from spartito.log import RareWarnings
+from spartito.notes import RareWarnings
 from spartito.ps.protocol.messages import Hello, Refused
 from spartito.ps.server.replica import Replica
 from spartito.ps.server.store import Store

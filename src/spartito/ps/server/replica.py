@@ -9,7 +9,7 @@ import msgspec
 from torch import Tensor
 
 from spartito.collectives.versions import Versions
-from spartito.log import note
+from spartito.notes import note
 from spartito.ps.protocol.codec import PlainCodec
 from spartito.ps.protocol.layout import unused
 from spartito.ps.protocol.memory import allocate

@@ -8,7 +8,7 @@ from typing import Any
 
 from spartito.errors import TaskLostError, UserError
 from spartito.heartbeat import SERVE, beat
-from spartito.log import RareWarnings, note, warn
+from spartito.notes import RareWarnings, note, warn
 from spartito.ps.protocol.messages import PURPOSE, Errand, Hello, Refused, Reply, Request
 from spartito.ps.protocol.runtime import Channel
 from spartito.ps.server.connection import Connection

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, Traffic
 from spartito.errors import SpartitoError, TaskLostError, UserError
-from spartito.log import shown
+from spartito.notes import shown
 from spartito.ps.chief import JOB, Chief
 from spartito.ps.job import Job
 from spartito.ps.protocol.messages import Values, advance, furthest

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from spartito.checkpoint.saved_state import Saved
 from spartito.engine.optimizers import named_state, unwrap
 from spartito.errors import UserError
-from spartito.log import warn
+from spartito.notes import warn
 from spartito.outer.optimizer import load_outer_state, outer_state
 from spartito.ps.protocol.work import NOWHERE, At
 from spartito.steps.prepared import Pair

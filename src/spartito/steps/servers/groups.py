@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.errors import UserError
-from spartito.log import warn
 from spartito.names import nearest
+from spartito.notes import warn
 from spartito.outer.groups import (
     TOKENS,
     Asked,

@@ -17,7 +17,7 @@ from typing import Literal
 
 from spartito import folders
 from spartito.cluster.limits import time_limit
-from spartito.log import warn
+from spartito.notes import warn
 from spartito.storage.store_lock import FOLDER, HeldStore
 from spartito.storage.stores import open_store
 

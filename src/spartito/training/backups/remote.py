@@ -8,7 +8,7 @@ from typing import Any
 
 from spartito.checkpoint.in_store import LocalCopies, put, saving
 from spartito.errors import UserError
-from spartito.log import warn
+from spartito.notes import warn
 from spartito.storage.remote import (
     Store,
     UnreadableError,

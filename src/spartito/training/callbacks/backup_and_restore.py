@@ -17,7 +17,7 @@ from spartito.checkpoint.manager import read_sections
 from spartito.cluster.limits import time_limit
 from spartito.errors import UserError
 from spartito.folders import hold
-from spartito.log import note
+from spartito.notes import note
 from spartito.steps.task_end import PREEMPTING
 from spartito.storage.atomic import read_manifest
 from spartito.storage.store_lock import HeldStore

@@ -9,7 +9,7 @@ from typing import Any
 
 from spartito.aside import put_aside
 from spartito.errors import UserError
-from spartito.log import note
+from spartito.notes import note
 from spartito.training.arguments import known_names
 from spartito.training.callback import Callback, Logs
 

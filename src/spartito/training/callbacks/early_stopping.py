@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from spartito.errors import UserError
-from spartito.log import note, warn
+from spartito.notes import note, warn
 from spartito.strategies import Strategy
 from spartito.training.arguments import known_names
 from spartito.training.callback import Callback, Logs

@@ -9,7 +9,7 @@ from typing import Any
 from spartito.checkpoint.in_store import StoredCheckpoints
 from spartito.checkpoint.manager import CheckpointManager
 from spartito.errors import TaskLostError, UserError
-from spartito.log import warn
+from spartito.notes import warn
 from spartito.report.figures import VALIDATION
 from spartito.training.arguments import known_names
 from spartito.training.callback import Callback, Logs

@@ -10,7 +10,7 @@ import torch
 
 from spartito.aside import put_aside
 from spartito.errors import UserError
-from spartito.log import note, warn
+from spartito.notes import note, warn
 from spartito.storage.atomic import writable
 from spartito.training.callback import Callback, Logs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from spartito.log import warn
+from spartito.notes import warn
 from spartito.training.callback import Callback, Logs
 
 

@@ -22,7 +22,7 @@ from spartito.data.loader import used_up
 from spartito.engine.seed import random_state, set_random_state
 from spartito.errors import TaskLostError
 from spartito.heartbeat import RECOVER, during
-from spartito.log import note
+from spartito.notes import note
 from spartito.steps.batches import Placed
 from spartito.steps.groups import Groups
 from spartito.steps.recovery import OF_GROUP, ElsewhereError, Regrouping, ShardsLostError, Standing

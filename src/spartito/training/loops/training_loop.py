@@ -19,7 +19,7 @@ from spartito.engine.logged import listening, log
 from spartito.engine.seed import random_state, set_random_state
 from spartito.failpoints import watched
 from spartito.heartbeat import DATA, EVALUATE, SERVE, STEP, beat
-from spartito.log import warn
+from spartito.notes import warn
 from spartito.strategies import StepResult
 from spartito.training.batch_blame import note_batch
 from spartito.training.callback import Training, hooks
