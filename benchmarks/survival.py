@@ -1,4 +1,4 @@
-"""What jobs survive: every fault, task and strategy in turn, as ``docs/survival.md``.
+"""What jobs survive: every fault, task and strategy in turn, as ``docs/explanation/survival.md``.
 
     python -m benchmarks.survival --out runs/survival --minutes 15
 
@@ -26,8 +26,8 @@ from spartito.chaos.schedule import drawn, written
 from spartito.chaos.suite import read_results
 
 ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs" / "survival.md"
-KEPT = ROOT / "docs" / "survival.jsonl"
+DOCS = ROOT / "docs" / "explanation" / "survival.md"
+KEPT = ROOT / "docs" / "explanation" / "survival.jsonl"
 FIELDS = (
     "strategy", "schedule", "code", "seconds", "restarts", "repeated", "lost", "doubled",
     "difference", "broken",
@@ -168,7 +168,7 @@ def write(out: Path, named: dict[str, Part]) -> None:
         )
     )
     PICTURE.write_text(picture({words: part for words, part in panels.items() if part}))
-    shown = "![Faults by strategies](pictures/survival.svg)"
+    shown = "![Faults by strategies](../pictures/survival.svg)"
     said = [BEGIN, summary(together), shown] if together else [BEGIN]
     for name, part in found.items():
         if part:

@@ -25,7 +25,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page, source in FROM_ROOT.items():
         text = (ROOT / source).read_text().replace("](docs/", "](")
         files.append(File.generated(config, page, content=text))
-    files.append(File.generated(config, "command-line.md", content=command_line()))
+    files.append(File.generated(config, "reference/command-line.md", content=command_line()))
     return files
 
 

@@ -32,7 +32,7 @@ import torch
 def loss_fn(output, target):
     return torch.nn.functional.cross_entropy(output, target, reduction="none")
 """,
-    "docs/checkpoints.md": """
+    "docs/guides/checkpoints.md": """
 import torch
 import spartito as sp
 data = torch.randn(64, 8), torch.randint(3, (64,))
@@ -41,7 +41,7 @@ trainer = sp.Trainer(
     net, optimizer=torch.optim.Adam(net.parameters()), loss=torch.nn.CrossEntropyLoss()
 )
 """,
-    "docs/data.md": """
+    "docs/guides/data.md": """
 import pathlib, torch, PIL.Image
 import spartito as sp
 for kind in ("Cat", "Dog"):

@@ -1,4 +1,4 @@
-"""The worked examples of docs/clusters.md say what they say."""
+"""The worked examples of docs/guides/clusters.md say what they say."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from spartito.cli import main
 from spartito.cluster import resolve
 
-PAGE = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "clusters.md").read_text()
 
 
 def section(title: str) -> str:

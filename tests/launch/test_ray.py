@@ -271,7 +271,7 @@ def test_a_ray_program_launches_functions(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 def test_the_example_of_the_page_runs(cluster: Cluster) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "clusters.md").read_text()
     (function,) = re.findall(r"```python\n(.*?)\n\n\nhistory = sp.launch\(", page, re.S)
     (program,) = re.findall(r"```py\n(import ray.*?)```", page, re.S)
     cluster.env["RAY_ADDRESS"] = cluster.address
