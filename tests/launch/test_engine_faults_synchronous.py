@@ -1,4 +1,4 @@
-"""What docs/guides/clusters.md promises of faults in containers: synchronous training."""
+"""What docs/guides/containers.md promises of faults in containers: synchronous training."""
 
 from __future__ import annotations
 
