@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from typing import Any
 
 from benchmarks.jobs.survivor import draw
 from spartito.chaos.picture import picture
-from spartito.chaos.report import page, summary
+from spartito.chaos.report import legend, summary, tables
 from spartito.chaos.schedule import drawn, written
 from spartito.chaos.suite import read_results
 
@@ -169,12 +170,33 @@ def write(out: Path, named: dict[str, Part]) -> None:
     )
     PICTURE.write_text(picture({words: part for words, part in panels.items() if part}))
     shown = "![Faults by strategies](../pictures/survival.svg)"
-    said = [BEGIN, summary(together), shown] if together else [BEGIN]
-    for name, part in found.items():
-        if part:
-            said += [f"## {named[name].title}", page(part).strip().replace("## ", "### ")]
+    ran = {named[name].title: part for name, part in found.items() if part}
+    said = [BEGIN, summary(together), overview(ran), shown] if together else [BEGIN]
+    said += ["## Faults", legend(together)] if together else []
+    for title, part in ran.items():
+        said += [f"## {title}", summary(part), *(f"#{table}" for table in tables(part))]
     head = DOCS.read_text().partition(BEGIN)[0].rstrip() if DOCS.exists() else "# Survival"
     DOCS.write_text("\n\n".join([head, *said]) + "\n")
+
+
+def overview(ran: dict[str, list[dict[str, Any]]]) -> str:
+    """A row for each part of the page, with a link to it."""
+    head = [
+        "| job | runs | as promised | went on by itself | started again |",
+        "|---|---|---|---|---|",
+    ]
+    rows = [
+        f"| [{title}](#{anchor(title)}) | {len(part)} | {sum(not one['broken'] for one in part)} "
+        f"| {sum(not one['restarts'] for one in part)} "
+        f"| {sum(bool(one['restarts']) for one in part)} |"
+        for title, part in ran.items()
+    ]
+    return "\n".join([*head, *rows])
+
+
+def anchor(title: str) -> str:
+    """The address of a heading on the site, and on code hosts."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
 
 
 def results(out: Path, named: dict[str, Part]) -> dict[str, list[dict[str, Any]]]:
