@@ -89,9 +89,9 @@ def _section(name: str, command: Any) -> Iterator[str]:
     options = [one for one in shown if one not in arguments]
     usage = " ".join([name, *(["[OPTIONS]"] if options else []), *map(_typed, arguments)])
     yield from ("", f"## {name} {{ #{name.replace(' ', '-')} }}", "")
-    yield from (" ".join(_sentences(command)), "", "```text", usage, "```")
+    yield from (" ".join(_sentences(command)), "", "```bash", usage, "```")
     if example := _example(command):
-        yield from ("", "Example:", "", "```", example, "```")
+        yield from ("", "Example:", "", "```bash", example, "```")
     if arguments:
         yield from _table("argument", arguments)
     groups: dict[str, list[Any]] = {}
