@@ -14,7 +14,7 @@ TARGET = 0.3
 LR = 1e-3
 """Adam's, good for the global batch."""
 MORE = math.sqrt(2)
-"""Each of two groups makes its updates of half of the batch: as docs/slow-networks.md says."""
+"""Each of two groups makes its updates of half of the batch: see docs/guides/slow-networks.md."""
 
 
 def main() -> None:

@@ -144,10 +144,10 @@ FURTHER = (
 OF_THEIR_OWN = {
     "all": "runs the others",
     "gpu": "makes a page of its own, on a machine with a GPU",
-    "slow_networks": "writes docs/slow-networks.md, and goes on where it was ended",
+    "slow_networks": "writes docs/guides/slow-networks.md, and goes on where it was ended",
     "step_parts": "prints parts of a step, nothing that has a target",
-    "study": "writes docs/study.md, from photos and containers",
-    "survival": "writes docs/survival.md, and goes on where it was ended",
+    "study": "writes docs/explanation/study.md, from photos and containers",
+    "survival": "writes docs/explanation/survival.md, and goes on where it was ended",
     "versions": "needs another checkout",
 }
 """Commands that no list runs, and why: `benchmarks/README.md` has how to call them."""

@@ -13,7 +13,7 @@ from benchmarks.study_results import LINE, PAPER, QUIET, TEXT
 from spartito.launch.lines.line import Link
 from spartito.report.figures import figure
 
-DOCS = Path(__file__).parents[1] / "docs" / "slow-networks.md"
+DOCS = Path(__file__).parents[1] / "docs" / "guides" / "slow-networks.md"
 BEGIN, END = "<!-- from benchmarks.slow_networks -->", "<!-- until here -->"
 TABLE = "table.md"
 BATCH = 64
@@ -55,7 +55,7 @@ def write_results(
 
 def write_docs(out: Path, models: Sequence[str], docs: Path = DOCS) -> None:
     """Put tables and pictures of ``out`` where the page ``docs`` shows them."""
-    target = docs.parent / "pictures" / "slow-networks"
+    target = docs.parents[1] / "pictures" / "slow-networks"
     target.mkdir(parents=True, exist_ok=True)
     for model in models:
         shutil.copy(out / f"{model}.svg", target)
@@ -100,7 +100,7 @@ def _table(model: str, found: dict[str, dict[str, Any]], rates: Sequence[str]) -
         speeds = [f"{run['rates'][r]:,.0f}" if r in run["rates"] else "not run" for r in rates]
         rows.append([_title(name), *speeds, figure("val_accuracy", run["accuracy"][-1])])
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return f"{table}\n\n![{TITLES[model]}](pictures/slow-networks/{model}.svg)"
+    return f"{table}\n\n![{TITLES[model]}](../pictures/slow-networks/{model}.svg)"
 
 
 def _title(name: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from spartito.comparison.report.results import Figures, comparison, read_result
 from spartito.report.figures import NOTHING, duration, figure, is_fraction, or_nothing, percent
 
-DOCS = Path(__file__).resolve().parent.parent / "docs" / "study.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "explanation" / "study.md"
 PICTURES = "pictures"
 TABLE = "table.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
@@ -114,7 +114,7 @@ def write_results(out: Path, names: Sequence[str]) -> str:
 
 def write_docs(out: Path, docs: Path = DOCS) -> None:
     """Put the table and the pictures of ``out`` where the page ``docs`` shows them."""
-    target = docs.parent / "pictures" / "study"
+    target = docs.parents[1] / "pictures" / "study"
     target.mkdir(parents=True, exist_ok=True)
     for picture in sorted((out / PICTURES).glob("*.svg")):
         shutil.copy(picture, target)

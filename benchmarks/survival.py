@@ -1,4 +1,4 @@
-"""What jobs survive: every fault, task and strategy in turn, as ``docs/survival.md``.
+"""What jobs survive: every fault, task and strategy in turn, as ``docs/explanation/survival.md``.
 
     python -m benchmarks.survival --out runs/survival --minutes 15
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -21,13 +22,13 @@ from typing import Any
 
 from benchmarks.jobs.survivor import draw
 from spartito.chaos.picture import picture
-from spartito.chaos.report import page, summary
+from spartito.chaos.report import legend, summary, tables
 from spartito.chaos.schedule import drawn, written
 from spartito.chaos.suite import read_results
 
 ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs" / "survival.md"
-KEPT = ROOT / "docs" / "survival.jsonl"
+DOCS = ROOT / "docs" / "explanation" / "survival.md"
+KEPT = ROOT / "docs" / "explanation" / "survival.jsonl"
 FIELDS = (
     "strategy", "schedule", "code", "seconds", "restarts", "repeated", "lost", "doubled",
     "difference", "broken",
@@ -168,13 +169,34 @@ def write(out: Path, named: dict[str, Part]) -> None:
         )
     )
     PICTURE.write_text(picture({words: part for words, part in panels.items() if part}))
-    shown = "![Faults by strategies](pictures/survival.svg)"
-    said = [BEGIN, summary(together), shown] if together else [BEGIN]
-    for name, part in found.items():
-        if part:
-            said += [f"## {named[name].title}", page(part).strip().replace("## ", "### ")]
+    shown = "![Faults by strategies](../pictures/survival.svg)"
+    ran = {named[name].title: part for name, part in found.items() if part}
+    said = [BEGIN, summary(together), overview(ran), shown] if together else [BEGIN]
+    said += ["## Faults", legend(together)] if together else []
+    for title, part in ran.items():
+        said += [f"## {title}", summary(part), *(f"#{table}" for table in tables(part))]
     head = DOCS.read_text().partition(BEGIN)[0].rstrip() if DOCS.exists() else "# Survival"
     DOCS.write_text("\n\n".join([head, *said]) + "\n")
+
+
+def overview(ran: dict[str, list[dict[str, Any]]]) -> str:
+    """A row for each part of the page, with a link to it."""
+    head = [
+        "| job | runs | as promised | went on by itself | started again |",
+        "|---|---|---|---|---|",
+    ]
+    rows = [
+        f"| [{title}](#{anchor(title)}) | {len(part)} | {sum(not one['broken'] for one in part)} "
+        f"| {sum(not one['restarts'] for one in part)} "
+        f"| {sum(bool(one['restarts']) for one in part)} |"
+        for title, part in ran.items()
+    ]
+    return "\n".join([*head, *rows])
+
+
+def anchor(title: str) -> str:
+    """The address of a heading on the site, and on code hosts."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
 
 
 def results(out: Path, named: dict[str, Part]) -> dict[str, list[dict[str, Any]]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import typer
 
 from spartito.cli.app import app
+from tests import skips
 from tests.commands import SPARTITO, Commands, commands_in
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +26,15 @@ LONG = 900.0
 PAGES = sorted(
     str(page.relative_to(ROOT)) for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
 )
+STEP_BY_STEP = [
+    page for page in PAGES if page.startswith(("docs/tutorials/", "docs/guides/coming-from/"))
+]
+OLD = {
+    "accelerate": ("before.py", "accelerate"),
+    "ddp": ("before.py", "torch"),
+    "lightning": ("before.py", "pytorch_lightning"),
+}
+"""The scripts that a page begins with, and the package that each needs."""
 FENCE = re.compile(r"^( *)```(\w*)(?: title=\"(\S+)\")?\n(.*?)^\1```$", re.S | re.M)
 
 # What a page's blocks take for granted.
@@ -32,7 +44,7 @@ import torch
 def loss_fn(output, target):
     return torch.nn.functional.cross_entropy(output, target, reduction="none")
 """,
-    "docs/checkpoints.md": """
+    "docs/guides/checkpoints.md": """
 import torch
 import spartito as sp
 data = torch.randn(64, 8), torch.randint(3, (64,))
@@ -41,7 +53,7 @@ trainer = sp.Trainer(
     net, optimizer=torch.optim.Adam(net.parameters()), loss=torch.nn.CrossEntropyLoss()
 )
 """,
-    "docs/data.md": """
+    "docs/guides/data.md": """
 import pathlib, torch, PIL.Image
 import spartito as sp
 for kind in ("Cat", "Dog"):
@@ -89,16 +101,51 @@ def calls(page: str) -> list[list[str]]:
 @pytest.mark.slow
 def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
         cwd=ROOT,
-        env={"NO_MKDOCS_2_WARNING": "1", "PATH": "/usr/bin:/bin"},
+        env={"NO_MKDOCS_2_WARNING": "1", "PATH": "/usr/bin:/bin", "PYTHONPATH": "src"},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert 'id="spartito.Trainer"' in (tmp_path / "api/training/index.html").read_text()
+    pages = tmp_path / "reference"
+    assert 'id="spartito.Trainer"' in (pages / "api" / "training" / "index.html").read_text()
+    shown = (pages / "command-line" / "index.html").read_text()
+    for words, command in typed():
+        heading = f'<h2 id="{"-".join(words)}">'
+        assert heading in shown
+        text = shown.partition(heading)[2].partition("<h2 ")[0]
+        for one in command.params:
+            assert not one.opts[0].startswith("--") or one.opts[0] in text, one.opts
+    found = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
+    assert any("local_sgd" in one["title"] for one in found)
+
+
+def typed(*words: str, command: Any = None) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command, by the words that call it."""
+    command = typer.main.get_command(app) if command is None else command
+    words = words or ("spartito",)
+    if not hasattr(command, "commands"):
+        yield words, command
+        return
+    for name, inner in command.commands.items():
+        yield from typed(*words, name, command=inner)
+
+
+def test_the_first_page_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    assert len(text.split()) <= 900
+
+
+def test_the_page_of_variables_has_those_of_the_sources() -> None:
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text()
+    sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    first = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    listed = re.findall(r"`(SPARTITO_[A-Z_]+)`", "".join(first))
+    assert sorted(listed) == sorted(set(re.findall(r'"(SPARTITO_[A-Z]+(?:_[A-Z]+)*)"', sources)))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if calls(page)])
@@ -144,8 +191,8 @@ def test_the_python_blocks_of_a_page_run(page: str, commands: Commands) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * LONG)
-@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/tutorials/")])
-def test_a_tutorial_works_as_it_is_written(page: str, commands: Commands) -> None:
+@pytest.mark.parametrize("page", STEP_BY_STEP)
+def test_a_page_works_step_by_step(page: str, commands: Commands) -> None:
     """Its files are written, then its ``sh`` lines are run in order, as a reader would."""
     for block in blocks(page):
         if block.title:
@@ -155,3 +202,18 @@ def test_a_tutorial_works_as_it_is_written(page: str, commands: Commands) -> Non
             run = {"python": (sys.executable,), "spartito": SPARTITO}[program]
             done = commands.start(*run, *words).end(LONG)
             assert done.code == 0, f"{line}\n{done.text}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OLD)
+def test_a_script_from_elsewhere_runs(name: str, commands: Commands) -> None:
+    title, package = OLD[name]
+    if find_spec(package) is None:
+        skips.skip("dev", f"no {package} here")
+    page = f"docs/guides/coming-from/{name}.md"
+    (text,) = (block.text for block in blocks(page) if block.title == title)
+    commands.write(title, text)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    words = torchrun if package == "torch" else ("-W", "default")  # theirs are not ours to mind
+    done = commands.start(sys.executable, *words, title).end(LONG)
+    assert done.code == 0, done.text

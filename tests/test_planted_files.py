@@ -1,7 +1,8 @@
 """A user's files around, among and inside of what Spartito writes: not one is touched.
 
-`docs/files.md` lists what may be removed, renamed or replaced; here all that writes a folder does
-so in one that is full of other files, twice, as a second run clears what the first one left.
+`docs/reference/files.md` lists what may be removed, renamed or replaced; here all that writes a
+folder does so in one that is full of other files, twice, as a second run clears what the first
+one left.
 """
 
 from __future__ import annotations
@@ -194,15 +195,15 @@ REMOVES = re.compile(
 
 
 def test_the_page_lists_every_module_that_removes_something() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "files.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "reference" / "files.md").read_text()
     listed = set(re.findall(r"`([\w/]+\.py)`", page))
     found = {
         path.relative_to(ROOT).as_posix()
         for path in ROOT.rglob("*.py")
         if REMOVES.search(path.read_text())
     }
-    assert found <= listed, "not in docs/files.md"
-    assert listed <= found, "in docs/files.md, and removes nothing"
+    assert found <= listed, "not in docs/reference/files.md"
+    assert listed <= found, "in docs/reference/files.md, and removes nothing"
 
 
 def test_a_user_may_look_at_leftovers_of_an_earlier_version(tmp_path: Path) -> None:

@@ -133,7 +133,8 @@ def test_the_page_takes_the_newest_results(tmp_path: Path) -> None:
     run = Run(Study("digits"), "1")
     make_run(tmp_path / "out", run, seconds=8.0)
     write_results(tmp_path / "out", [run.name])
-    page = tmp_path / "study.md"
+    page = tmp_path / "docs" / "study.md"
+    page.parent.mkdir()
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     for _ in range(2):
         write_docs(tmp_path / "out", page)
@@ -146,7 +147,7 @@ def test_the_page_takes_the_newest_results(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_pictures_that_are_there() -> None:
-    shown = re.findall(r"\]\((pictures/study/[^)]+)\)", DOCS.read_text())
+    shown = re.findall(r"\]\((\.\./pictures/study/[^)]+)\)", DOCS.read_text())
     assert len(shown) == 10
     assert all(0 < (DOCS.parent / path).stat().st_size < 100_000 for path in shown)
 

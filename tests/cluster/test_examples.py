@@ -1,4 +1,4 @@
-"""The worked examples of docs/clusters.md say what they say."""
+"""The worked examples of the pages on clusters and containers say what they say."""
 
 from __future__ import annotations
 
@@ -12,21 +12,28 @@ import yaml
 from spartito.cli import main
 from spartito.cluster import resolve
 
-PAGE = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+PAGES = [page.read_text() for page in (*GUIDES.glob("clusters/*.md"), GUIDES / "containers.md")]
 
 
 def section(title: str) -> str:
-    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    """What one of the pages says under a heading of the second level."""
+    (found,) = (page for page in PAGES if f"\n## {title}\n" in page)
+    return found.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
-WRITTEN = re.findall(r"^(spartito cluster \w+ .*) > \S+$", PAGE, re.MULTILINE)
+WRITTEN = [
+    line
+    for page in PAGES
+    for line in re.findall(r"^(spartito cluster \w+ .*) > \S+$", page, re.MULTILINE)
+]
 """The commands whose output is a file."""
 
 
 def test_every_engine_has_an_example() -> None:
     written = {shlex.split(line)[2] for line in WRITTEN}
     assert written == {"compose", "kubernetes", "slurm", "sky", "dstack"}
-    assert "SPARTITO_ENGINE=podman spartito cluster up compose.yaml" in section("Containers")
+    assert "SPARTITO_ENGINE=podman spartito cluster up compose.yaml" in section("Start, look, stop")
 
 
 @pytest.mark.parametrize("line", WRITTEN)
@@ -35,6 +42,7 @@ def test_the_commands_that_write_a_file_write_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "spartito-0.1.0-py3-none-any.whl").write_text("")
+    (tmp_path / "train.py").write_text("")
     (tmp_path / "spartito.sif").write_bytes(b"#!/usr/bin/env run-singularity\n\0SIF_MAGIC\0")
     _, *words = shlex.split(line)
     assert main(words) == 0

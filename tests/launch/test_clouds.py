@@ -30,7 +30,7 @@ from tests.launch.jobs import asked
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "clouds"
-DOCUMENTED = ROOT / "docs" / "clusters.md"
+DOCUMENTED = ROOT / "docs" / "guides" / "clusters" / "clouds.md"
 IMAGE = "registry.example/team/spartito:1.0"
 WHEEL = "spartito-0.1.0-py3-none-any.whl"
 KEPT = {"sky": Path("s3://bucket/runs"), "dstack": Path("/mnt/runs")}

@@ -27,7 +27,7 @@ from spartito.launch.containers.plan import (
 from spartito.launch.processes.roles import RESTARTS, Roles
 from tests.launch.jobs import plan_containers
 
-DOCUMENTED = Path(__file__).parents[2] / "docs" / "containers.md"
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "guides" / "containers.md"
 CASTS = st.builds(Roles, st.integers(1, 4), st.integers(0, 3), st.booleans(), st.booleans())
 
 GO_NUMBERS = (  # as in resolve.go of yaml.v3, which leaves underscores out first

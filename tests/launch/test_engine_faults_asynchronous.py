@@ -1,4 +1,4 @@
-"""What the table of faults in docs/clusters.md promises of asynchronous training, in containers."""
+"""What docs/guides/containers.md promises of faults in containers: asynchronous training."""
 
 from __future__ import annotations
 

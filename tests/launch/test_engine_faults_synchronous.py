@@ -1,4 +1,4 @@
-"""What the table of faults in docs/clusters.md promises of synchronous training, in containers."""
+"""What docs/guides/containers.md promises of faults in containers: synchronous training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The strategy, launcher and resolver of docs/extending.md, installed as packages would be."""
+"""The strategy, launcher and resolver of docs/guides/extending.md, installed as packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.commands import Commands, addresses, commands_in
 from tests.launch.installed import install
 
-PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "extending.md"
 BLOCK = re.compile(r'^```\w+ title="(\S+)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 SCRIPT = """
 import spartito as sp

@@ -32,7 +32,7 @@ KINDS = ("job", "jobset", "trainjob")
 IMAGE = "registry.example/team/spartito:1.0"
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "kubernetes"
-DOCUMENTED = ROOT / "docs" / "clusters.md"
+DOCUMENTED = ROOT / "docs" / "guides" / "clusters" / "kubernetes.md"
 
 
 @pytest.fixture(autouse=True)

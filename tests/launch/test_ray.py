@@ -271,9 +271,10 @@ def test_a_ray_program_launches_functions(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 def test_the_example_of_the_page_runs(cluster: Cluster) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
-    (function,) = re.findall(r"```python\n(.*?)\n\n\nhistory = sp.launch\(", page, re.S)
-    (program,) = re.findall(r"```py\n(import ray.*?)```", page, re.S)
+    pages = Path(__file__).parents[2] / "docs" / "guides" / "clusters"
+    of_notebooks, of_ray = ((pages / name).read_text() for name in ("python.md", "ray.md"))
+    (function,) = re.findall(r"```python\n(.*?)\n\n\nhistory = sp.launch\(", of_notebooks, re.S)
+    (program,) = re.findall(r"```py\n(import ray.*?)```", of_ray, re.S)
     cluster.env["RAY_ADDRESS"] = cluster.address
     ended = cluster.python(cluster.script(f"{function}\n\n\n{program}"))
     del cluster.env["RAY_ADDRESS"]

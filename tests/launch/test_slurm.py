@@ -20,7 +20,7 @@ from spartito.launch.slurm.values import time_seconds
 from tests.launch.jobs import plan_batch
 from tests.launch.played_slurm import options, played
 
-DOCUMENTED = Path(__file__).parents[2] / "docs" / "clusters.md"
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "guides" / "clusters" / "slurm.md"
 CASTS = st.builds(Roles, st.integers(1, 6), st.integers(0, 3), st.booleans())
 
 

@@ -342,7 +342,7 @@ def test_links_mean_nothing_in_a_container(tmp_path: Path) -> None:
 
 
 def commands() -> list[str]:
-    text = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "clusters" / "slurm.md").read_text()
     return re.findall(r"^spartito cluster slurm (.+) > \S+\.sbatch$", text, re.MULTILINE)
 
 

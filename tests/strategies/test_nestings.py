@@ -15,7 +15,7 @@ from tests.replicas import Replicas
 from tests.strategies import nesting_jobs as jobs
 from tests.strategies.test_contracts import close
 
-PAGE = Path(__file__).parents[2] / "docs" / "strategies" / "nesting.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "strategies" / "nesting.md"
 slow = pytest.mark.slow
 
 DIVIDED = [

@@ -1,4 +1,4 @@
-"""The table of docs/concepts.md, strategy by API, is what the strategies do."""
+"""The table of docs/explanation/concepts.md, strategy by API, is what the strategies do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spartito.strategies import strategy as make_strategy
 from tests.replicas import ReplicaError, Replicas, warns
 from tests.strategies.jobs import blobs, mlp
 
-PAGE = Path(__file__).parents[2] / "docs" / "concepts.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "concepts.md"
 REPLICAS = {"one_device": 1}
 SERVERS = {"parameter_server": 1}
 ELSEWHERE: dict[str, dict[str, Any]] = {"tpu": {"device": "cpu"}}

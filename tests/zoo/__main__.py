@@ -1,4 +1,4 @@
-"""Train the zoo: ``python -m tests.zoo [--write docs/zoo.md] [--models A,B] [--strategies C]``."""
+"""Train the zoo: ``python -m tests.zoo [--write PAGE] [--models A,B] [--strategies C]``."""
 
 from __future__ import annotations
 

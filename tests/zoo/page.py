@@ -1,4 +1,4 @@
-"""``docs/zoo.md``: written from cells, and read again to be held against them."""
+"""``docs/explanation/zoo.md``: written from cells, and read again to be held against them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.zoo.cells import COLUMNS, Cell, rows
 from tests.zoo.models import TITLES
 
-PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "zoo.md"
 
 INTRODUCTION = """\
 # The zoo
@@ -31,10 +31,10 @@ METHOD = """\
 
 ## How it is measured
 
-`python -m tests.zoo --write docs/zoo.md` trains all of it in real processes and writes this \
-page; the slow tests hold each cell against what runs. `mirrored` and `sharded 3` have three \
-replicas, of which the last batch leaves one without rows; `mesh 2x2` has four tasks, the \
-others two; `pipeline` has two microbatches. Under `local_sgd` two groups meet after every \
+`python -m tests.zoo --write docs/explanation/zoo.md` trains all of it in real processes and \
+writes this page; the slow tests hold each cell against what runs. `mirrored` and `sharded 3` \
+have three replicas, of which the last batch leaves one without rows; `mesh 2x2` has four tasks, \
+the others two; `pipeline` has two microbatches. Under `local_sgd` two groups meet after every \
 second update, and plain torch trains two models in the same way. `parameter_server` has \
 `max_staleness=0`; there, and under `local_sgd`, the losses of single steps are not compared. \
 Transformers computes some norms and losses in fp32; here they stay in fp64.

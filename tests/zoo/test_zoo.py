@@ -56,7 +56,9 @@ def test_numbers_are_those_of_plain_torch(
     found = cells.cell(pool, name, column, plain[key])
     assert not found.error, found.error
     assert found.refused or found.right, f"{found.difference:.1e} in {found.where}"
-    assert page.said_of(found) == EXPECTED[name, column], "python -m tests.zoo --write docs/zoo.md"
+    assert page.said_of(found) == EXPECTED[name, column], (
+        "python -m tests.zoo --write docs/explanation/zoo.md"
+    )
 
 
 def test_a_difference_is_seen(pool: Replicas) -> None:

@@ -47,14 +47,38 @@ def page(results: Sequence[Mapping[str, Any]]) -> str:
     Returns:
         Markdown.
     """
-    parts = [summary(results)]
+    return (
+        "\n\n".join([summary(results), *tables(results), f"## Faults\n\n{legend(results)}"]) + "\n"
+    )
+
+
+def tables(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A table for each strategy, below a heading of the second level.
+
+    Args:
+        results: as `read_results` has them.
+
+    Returns:
+        Markdown, one text for each table.
+    """
+    parts = []
     for name in dict.fromkeys(result["strategy"] for result in results):
         rows = [row(result) for result in results if result["strategy"] == name]
         parts.append("\n".join([f"## {name}", "", HEAD, RULE, *rows]))
+    return parts
+
+
+def legend(results: Sequence[Mapping[str, Any]]) -> str:
+    """What each kind of fault among the results is.
+
+    Args:
+        results: as `read_results` has them.
+
+    Returns:
+        A list in Markdown.
+    """
     seen = {kind for result in results for kind in kinds(result)}
-    said = [f"* **{kind}**: {KINDS[kind].about}" for kind in KINDS if kind in seen]
-    parts.append("\n".join(["## Faults", "", *said]))
-    return "\n\n".join(parts) + "\n"
+    return "\n".join(f"* **{kind}**: {KINDS[kind].about}" for kind in KINDS if kind in seen)
 
 
 def summary(results: Sequence[Mapping[str, Any]]) -> str:

@@ -58,7 +58,7 @@ def text(
     if best.cost.step < SHORT:
         lines.append(
             f"steps of {_duration(best.cost.step)} are short: the order of strategies was wrong in "
-            "two of three trials of such (docs/plan.md), so compare those at the top"
+            "two of three trials of such (docs/guides/plan.md), so compare those at the top"
         )
     lines.append(f"{best.strategy}: {rate} examples/s; each task {best.cost.limit}")
     lines += [f"{best.strategy}: {said}" for said in best.cost.said]

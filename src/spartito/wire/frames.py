@@ -7,7 +7,7 @@ Prefix and header are filled up to 256 bytes, so that nearly every frame is one 
 Nothing that comes is believed before it is checked: the prefix and the header by a CRC, every
 length against its limit before anything is allocated, the payload by a sum of its words where it
 leaves the machine.
-``docs/protocol.md`` has the whole format.
+``docs/reference/protocol.md`` has the whole format.
 """
 
 from __future__ import annotations

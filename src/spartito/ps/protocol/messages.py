@@ -1,4 +1,4 @@
-"""Messages between tasks and parameter servers; ``docs/protocol.md`` has their order."""
+"""Messages between tasks and parameter servers; ``docs/reference/protocol.md`` has their order."""
 
 from __future__ import annotations
 
