@@ -63,7 +63,7 @@ def test_a_table_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["top", str(tmp_path), "--once"]) == 0
     head, one, server = capsys.readouterr().out.splitlines()[1:]
     assert head.split() == [
-        "task", "phase", "step", "examples/s", "waiting", "data", "staleness", "memory", "last",
+        "task", "phase", "step", "examples/s", "waits", "for", "tasks", "waits", "for", "data", "staleness", "memory", "last",
     ]  # fmt: skip
     assert re.split(r"  +", one.strip()) == [
         "worker 0", "step", "1,200", "1,600", "25%", "10%", "300 MB", "0 s ago",

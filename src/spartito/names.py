@@ -60,6 +60,8 @@ PRECISIONS = {
     "fp32": "fp32",
 }
 """Precisions by our names and Lightning's, with ours."""
+RATE, FOR_TASKS, FOR_DATA = "examples/s", "waits for tasks", "waits for data"
+"""What tables call these figures, live and in reports."""
 RECIPES = ("cats_vs_dogs", "gpt", "mnist")
 RECIPE_SEED = 1337
 

@@ -346,7 +346,8 @@ class _Under:
         suite, info = self.suite, self.info
         roles = Roles(self.workers, suite.ps if info.needs_servers else 0, suite.evaluator,
                       suite.chief and info.needs_servers)  # fmt: skip
-        own = [sys.executable, "-m", "spartito", "run", f"--strategy={self.strategy}", "--yes"]
+        own = [sys.executable, "-m", "spartito", "run", "--no-config", "--yes"]
+        own += [f"--strategy={self.strategy}"]
         own += suite.words
         if self.machines:
             return on_machines([*own, *words], env, roles, self.machines)

@@ -8,13 +8,14 @@ from typing import Annotated
 
 import typer
 
+from spartito.cli.command import Command, Group
 from spartito.cli.options import Json, number
 from spartito.errors import UserError
 from spartito.urls import is_remote
 
 data_app = typer.Typer(
+    cls=Group,
     help="Pack, look at, check, measure and fetch data sets.",
-    no_args_is_help=True,
 )
 
 Columns = Annotated[str | None, typer.Option(help="Columns of packed files: a,b.", metavar="NAMES")]
@@ -26,9 +27,9 @@ def names_in(text: str | None) -> tuple[str, ...]:
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(help="A run folder of spartito train.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder of spartito train.")],
     files: Annotated[
-        list[Path] | None, typer.Argument(metavar="[FILE...]", help="What to look at.")
+        list[Path] | None, typer.Argument(metavar="FILE...", help="What to look at.")
     ] = None,
     prompt: Annotated[
         str | None, typer.Option(help="How a text begins, for a model that writes.", metavar="TEXT")
@@ -41,7 +42,9 @@ def predict(
     seed: Annotated[int | None, number("--seed", "What the characters are drawn from.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
-    """Print what a trained model predicts for files, or how it goes on with a text.
+    """Print what a trained model predicts.
+
+    For pictures, or how it goes on with a text.
 
     Example: spartito predict runs/cats_vs_dogs cat.jpg dog.jpg
 
@@ -56,7 +59,7 @@ def predict(
     raise typer.Exit(predict_with(run, files or [], said, json))
 
 
-@data_app.command()
+@data_app.command(cls=Command)
 def pack(
     source: Annotated[
         str, typer.Argument(metavar="SRC", help="A folder of images, or packed files anywhere.")
@@ -102,7 +105,7 @@ def pack(
     raise typer.Exit(code)
 
 
-@data_app.command()
+@data_app.command(cls=Command)
 def info(
     url: Annotated[str, typer.Argument(metavar="URL", help="A folder of images, or packed files.")],
     columns: Columns = None,
@@ -117,7 +120,7 @@ def info(
     raise typer.Exit(main_info(url, names_in(columns), json))
 
 
-@data_app.command()
+@data_app.command(cls=Command)
 def check(
     url: Annotated[str, typer.Argument(metavar="URL", help="A folder of images, or packed files.")],
     jfif_only: Annotated[
@@ -164,7 +167,7 @@ def check(
     raise typer.Exit(main_packed_check(url, names_in(columns), not no_images, json))
 
 
-@data_app.command()
+@data_app.command(cls=Command)
 def bench(
     url: Annotated[str, typer.Argument(metavar="URL", help="A folder of images, or packed files.")],
     seconds: Annotated[
@@ -191,10 +194,10 @@ def bench(
     raise typer.Exit(code)
 
 
-@data_app.command()
+@data_app.command(cls=Command)
 def get(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Which one; without it all are listed.")
+        str | None, typer.Argument(metavar="NAME", help="Which one; without it all are listed.")
     ] = None,
     to: Annotated[
         Path | None, typer.Option(help="Where a folder NAME is made.", metavar="DIR")

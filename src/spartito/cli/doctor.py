@@ -20,7 +20,9 @@ NOT_EXAMINED = (
 )  # fmt: skip
 
 
-@with_options(JobSpec, Hosts, without=NOT_EXAMINED)
+@with_options(
+    JobSpec, Hosts, first=("workers", "hosts", "compose", "timeout", "json"), without=NOT_EXAMINED
+)
 def doctor(
     compose: Annotated[
         Path | None,
@@ -37,9 +39,10 @@ def doctor(
     ] = False,
     **given: Any,
 ) -> None:
-    """Say whether the tasks of a cluster reach each other; run it on every one of them.
+    """Say whether the tasks of a cluster reach each other.
 
-    With --workers it examines so many processes started here, not the cluster we are in.
+    Run it on every one of them. With --workers it examines so many processes started here, not
+    the cluster we are in.
 
     Example: spartito doctor --hosts a,b
     """
