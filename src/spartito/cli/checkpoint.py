@@ -67,7 +67,9 @@ def show(path: Source, json: Json = False) -> None:
 def verify(path: Source) -> None:
     """Compare all files with their checksums; every part of every tensor must be there.
 
-    A folder has all of its checkpoints verified. Example: spartito checkpoint verify runs/mnist
+    A folder has all of its checkpoints verified.
+
+    Example: spartito checkpoint verify runs/mnist
     """
     from spartito.checkpoint.foreign_files import check, checkpoints_in
     from spartito.checkpoint.in_store import fetch_checkpoint

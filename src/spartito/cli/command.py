@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from spartito.cli.commands import COMMANDS
 from spartito.cli.mistakes import unknown_command
 from spartito.cli.settings import Settings, settings_of
 from spartito.launch.job import Heading
@@ -80,6 +81,13 @@ class Group(TyperGroup):
         """As `TyperGroup`."""
         super().__init__(*args, **kwargs)
         self.help, self.epilog = _apart(self.help or "")
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The commands as they are to be read: Spartito's own in the order of `COMMANDS`."""
+        is_whole = set(self.commands) <= set(COMMANDS)
+        return (
+            [name for name in COMMANDS if name in self.commands] if is_whole else [*self.commands]
+        )
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """As `TyperGroup.resolve_command`, with what to type instead of a wrong word."""

@@ -1,9 +1,9 @@
 """What the TAB key completes: commands, options, strategies with their options, recipes, files.
 
 The shell asks ``spartito`` with its name in ``_SPARTITO_COMPLETE`` and the line up to the cursor
-in ``_SPARTITO_LINE`` (zsh: the words, a line each), and gets a line for each word: the word, a tab, what it means. A line with
-a tab alone says that names of files may stand there as well. Only the command that is typed is
-imported, and never torch.
+in ``_SPARTITO_LINE`` (zsh: the words, a line each), and gets a line for each word: the word, a
+tab, what it means. A line with a tab alone says that names of files may stand there as well. Only
+the command that is typed is imported, and never torch.
 """
 
 from __future__ import annotations
