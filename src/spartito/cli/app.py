@@ -83,7 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _asked(words: Sequence[str]) -> list[str]:
-    """The words, where ``help COMMAND`` and a command of commands alone ask for its help."""
+    """The words in full: ``help COMMAND`` and ``version``, as people type them elsewhere, too."""
+    if list(words) == ["version"]:
+        return ["--version"]
     if words[:1] == ["help"]:
         return [*words[1:], "--help"]
     alone = not words or (len(words) == 1 and COMMANDS.get(words[0], "").endswith("_app"))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from spartito.chaos.schedule import KINDS, parse_schedules
-from spartito.cli.options import Arguments, Target, number, whole, with_options, words_of
+from spartito.cli.options import Arguments, Target, number, real, whole, with_options, words_of
 from spartito.errors import UserError
 from spartito.launch.job import Heading, JobSpec, Program
 from spartito.launch.processes.local import Local
@@ -125,6 +125,7 @@ def chaos(
         float | None,
         typer.Option(
             help="Begin no further fault after so long; the next call does the rest.",
+            parser=real("--minutes", above=True),
             metavar="MINUTES",
             rich_help_panel=Heading.FAULTS,
         ),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from spartito.cli.command import Command, Group
-from spartito.cli.options import Json, number
+from spartito.cli.options import Json, number, real
 from spartito.errors import UserError
 from spartito.urls import is_remote
 
@@ -37,7 +36,11 @@ def predict(
     length: Annotated[int | None, number("--length", "How many characters it adds.", 1)] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(help="0 takes the likeliest character; above 1 is bold.", metavar="T"),
+        typer.Option(
+            help="0 takes the likeliest character; above 1 is bold.",
+            parser=real("--temperature"),
+            metavar="T",
+        ),
     ] = None,
     seed: Annotated[int | None, number("--seed", "What the characters are drawn from.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
@@ -50,8 +53,6 @@ def predict(
 
     Example: spartito predict runs/gpt --prompt "ROMEO." --temperature 0.8 --seed 1
     """
-    if temperature is not None and not 0 <= temperature < math.inf:
-        raise UserError(f"--temperature {temperature} is not 0 or more")
     given = {"prompt": prompt, "length": length, "temperature": temperature, "seed": seed}
     from spartito.recipes.predict import main as predict_with
 
@@ -171,7 +172,12 @@ def check(
 def bench(
     url: Annotated[str, typer.Argument(metavar="URL", help="A folder of images, or packed files.")],
     seconds: Annotated[
-        float, typer.Option(help="For each of five rates, at most.", metavar="S")
+        float,
+        typer.Option(
+            help="For each of five rates, at most.",
+            parser=real("--seconds", above=True),
+            metavar="SECONDS",
+        ),
     ] = 5.0,
     columns: Columns = None,
     image_size: Annotated[
@@ -186,8 +192,6 @@ def bench(
 
     Example: spartito data bench s3://bucket/pets --seconds 10
     """
-    if not 0 < seconds < 86400:
-        raise UserError(f"--seconds {seconds} is not more than 0", "As --seconds 5.")
     from spartito.data.tools.bench import main_bench
 
     code = main_bench(url, seconds, names_in(columns), image_size, batch_size, json)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from spartito.cli.options import job_of, taken_from, typed, with_options
+from spartito.cli.options import job_of, real, taken_from, typed, with_options
 from spartito.errors import UserError
 from spartito.launch.hosts.job import Hosts
 from spartito.launch.job import JobSpec, Program
@@ -31,7 +31,9 @@ def doctor(
     timeout: Annotated[
         float,
         typer.Option(
-            help="Seconds after which it ends, even if tasks are missing.", metavar="SECONDS"
+            help="Seconds after which it ends, even if tasks are missing.",
+            parser=real("--timeout", above=True),
+            metavar="SECONDS",
         ),
     ] = 10.0,
     json: Annotated[

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from spartito.cli.commands import COMMANDS
 from spartito.errors import UserError
 from spartito.names import RECIPES, nearest
+
+CLOSE = 0.7
+"""How alike two options are of which one may be a slip for the other."""
 
 
 def unknown_command(path: str, name: str, known: list[str]) -> UserError:
@@ -44,26 +48,25 @@ def as_mistake(error: Any) -> UserError:
     if option is not None and hasattr(error, "possibilities"):
         return UserError(f"{path} has no option {option}", _instead(context, option))
     if option is not None:
-        return UserError(f"{option} of {path} needs a value", more)
+        return UserError(f"{option} needs a value", f"Write it behind: {option} VALUE")
     if type(error).__name__ == "MissingParameter" and error.param is not None:
         name = error.param.metavar or error.param.name.upper()
         example = (getattr(context.command, "epilog", "") or more).partition("\n")[0]
         return UserError(f"{path}: {name} is missing", example)
-    return UserError(f"{path}: {_lower(error.format_message())}", more)
+    message = error.format_message()
+    if extra := re.search(r"extra argument.*\((.*)\)", message):
+        return UserError(f"{path} takes no further words, but got: {extra[1]}", more)
+    return UserError(f"{path}: {message[:1].lower()}{message[1:].rstrip('.')}", more)
 
 
 def _instead(context: Any, option: str) -> str:
     """What to type instead of an option that the command lacks."""
-    known = {flag for one in context.command.params for flag in one.opts if flag.startswith("--")}
-    hint = nearest(option, known)
-    if context.command_path == "spartito run" and "Did you mean" not in hint:
-        return f"If it is the script's own, write it behind it: spartito run SCRIPT {option} ..."
-    if context.command_path == "spartito" and option not in known:
-        return (
-            f"Options stand behind the command: spartito run {option} ... ({', '.join(COMMANDS)})"
-        )
-    return hint
-
-
-def _lower(message: str) -> str:
-    return message[:1].lower() + message[1:].rstrip(".")
+    path = context.command_path
+    known = [flag for one in context.command.params for flag in one.opts if flag.startswith("--")]
+    if close := get_close_matches(option, known, n=1, cutoff=CLOSE):
+        return f"Did you mean {close[0]}? {path} --help lists all."
+    if path == "spartito run":
+        return f"An option of the script's own stands behind it: spartito run SCRIPT {option} ..."
+    if path == "spartito":
+        return "Options stand behind a command, as spartito run --strategy mirrored train.py."
+    return f"{path} --help lists all."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from types import NoneType, UnionType
@@ -41,6 +42,24 @@ def whole(option: str, least: int | None = None) -> Callable[[str], int]:
         if least is not None and number < least:
             raise UserError(f"{option} {number} is less than {least}", f"Give {least} or more.")
         return number
+
+    return read
+
+
+def real(option: str, least: float = 0.0, above: bool = False) -> Callable[[str], float]:
+    """Reads the number of ``option``, ``least`` or more (or more than it); as `whole`."""
+
+    def read(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not (found > least if above else found >= least) or math.isinf(found):
+            rule = f"more than {least:g}" if above else f"{least:g} or more"
+            raise UserError(
+                f"{option} {text} is not a number, {rule}", f"As {option} {least + 1:g}."
+            )
+        return found
 
     return read
 
@@ -142,6 +161,8 @@ def _parameter(one: Field[Any], hint: Any, heading: str | None) -> inspect.Param
     plain = next((arg for arg in get_args(hint) if arg is not NoneType), hint)
     if plain is int:
         how |= {"parser": whole(flag, said.least), "metavar": "N"}
+    elif plain is float:
+        how |= {"parser": real(flag, above=True)}
     default = None if one.default is MISSING else one.default
     if get_origin(hint) is tuple:
         hint, default = list[str] | None, None

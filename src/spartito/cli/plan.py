@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from spartito.cli.options import whole, with_options
+from spartito.cli.options import real, whole, with_options
 from spartito.errors import UserError
 from spartito.launch.job import Heading
 from spartito.names import RECIPES
@@ -101,6 +101,7 @@ def plan(
         float | None,
         typer.Option(
             help="Of one machine for an hour, for the price of the goal.",
+            parser=real("--price"),
             metavar="X",
             rich_help_panel=Heading.MACHINES,
         ),
@@ -164,6 +165,8 @@ def plan(
 
     Example: spartito plan --profile gpt.json --on cluster.yaml --goal tokens=1e9 --fail 1/day
     """
+    from spartito.comparison.report.results import COMPARISON
+    from spartito.declared import parse_all
     from spartito.launch.job import Program
     from spartito.launch.lines.line import Link
     from spartito.planning.check import check as check_runs
@@ -171,7 +174,7 @@ def plan(
     from spartito.planning.costs.parts import Situation
     from spartito.planning.measure import take_profile
     from spartito.planning.profile import Profile, source_of
-    from spartito.planning.search import Goal, improvements, search
+    from spartito.planning.search import ALL, Goal, improvements, search
     from spartito.planning.table import record, text
     from spartito.system.capacity import available_cores, memory_limit
 
@@ -199,6 +202,16 @@ def plan(
         raise UserError(
             "--on and --machines, --link or --price exclude each other", "Say it in the file."
         )
+    if save_profile is not None and not save_profile.parent.is_dir():
+        raise UserError(
+            f"--save-profile {save_profile}: {save_profile.parent} is no folder", "Make it first."
+        )
+    if check is not None and not ((check / COMPARISON).is_file() or check.is_file()):
+        raise UserError(
+            f"--check {check} holds no comparison", "Name the folder that --out named in comparing."
+        )
+    if strategies != ALL:
+        parse_all(strategies, "--strategies")  # before anything is measured
     wanted = None if goal is None else Goal.read(goal)
     limit = None if memory is None else read_size(memory, "--memory")
     rate = 0.0 if fail is None else read_failures(fail)

@@ -53,7 +53,7 @@ def page_of(run: Path) -> Path:
     if (run / COMPARISON).is_file():
         return run / COMPARISON
     page, files = run / REPORT, [run / name for name in READ if (run / name).exists()]
-    if page.exists() and all(_age(page) <= _age(file) for file in files):
+    if page.exists() and all(_written(page) >= _written(file) for file in files):
         return page
     from spartito.report import write_report
 
@@ -75,5 +75,5 @@ def shown(page: Path, env: Mapping[str, str], system: str = sys.platform) -> boo
     return display and webbrowser.open(page.resolve().as_uri())
 
 
-def _age(file: Path) -> float:
-    return -file.stat().st_mtime
+def _written(file: Path) -> int:
+    return file.stat().st_mtime_ns

@@ -106,7 +106,8 @@ def train(
     from spartito.cluster.resolver import joined
 
     if recipe not in RECIPES:
-        raise UserError(f"{recipe!r} is not a recipe", nearest(recipe, RECIPES))
+        hint = f"To run a script: spartito run {recipe}" if recipe.endswith(".py") else ""
+        raise UserError(f"{recipe!r} is not a recipe", hint or nearest(recipe, RECIPES))
     values = {
         "--epochs": epochs,
         "--batch-size": batch_size,

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from spartito.cli.options import Json
+from spartito.declared import parse
 from spartito.registry import StrategyInfo, strategy_info, strategy_names
 
 ARGUMENT = re.compile(r"^    (\w+): (.*(?:\n(?:     .*|\s*)$)*)", re.MULTILINE)
@@ -36,7 +37,7 @@ def strategies(
         infos = [strategy_info(each) for each in strategy_names()]
         print(json_.dumps([record(each) for each in infos]) if json else table(infos))
         return
-    info = strategy_info(strategy.partition("(")[0])
+    info = strategy_info(parse(strategy, "strategy").name)
     options = list(options_of(info))
     if json:
         said = {option: {"default": default, "about": about} for option, default, about in options}

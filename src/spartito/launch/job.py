@@ -114,6 +114,8 @@ class Program:
         if target in RECIPES:
             return cls(target, arguments, "recipe")
         if not Path(target).is_file():
+            if target.endswith(".py"):
+                check_program([target], False)
             raise UserError(
                 f"{target!r} is neither a script nor a recipe", nearest(target, RECIPES)
             )

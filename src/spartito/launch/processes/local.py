@@ -368,7 +368,8 @@ def _position(
         raise UserError(f"--nnodes {nnodes} is less than 1")
     if not 0 <= node_rank < nnodes:
         raise UserError(
-            f"--node-rank {node_rank} is out of range: --nnodes {nnodes} allows 0 to {nnodes - 1}"
+            f"--node-rank {node_rank} is out of range: --nnodes {nnodes} allows 0 to {nnodes - 1}",
+            "Say how many machines there are, as --nnodes 2; their ranks begin at 0.",
         )
     if master_addr is not None:
         host, port = split_address(master_addr)
