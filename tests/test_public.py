@@ -192,6 +192,17 @@ def test_all_is_sorted_complete_and_there(package: ModuleType) -> None:
     assert shown == set(names)
 
 
+@pytest.mark.parametrize(
+    "package",
+    [sp, sp.data, sp.callbacks, sp.metrics, sp.models, sp.launch, sp.extend],
+    ids=lambda package: package.__name__,
+)
+def test_the_tab_key_shows_the_api_alone(package: ModuleType) -> None:
+    import spartito.storage  # noqa: F401 - what was imported once is an attribute ever after
+
+    assert sorted(name for name in dir(package) if name[0] != "_") == sorted(package.__all__)
+
+
 def test_names_that_are_not_there() -> None:
     for package in (sp, sp.data):
         with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute"):

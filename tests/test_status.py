@@ -16,6 +16,7 @@ import pytest
 
 from spartito.cli import main
 from spartito.cli.top import metrics, record
+from spartito.names import FOR_DATA, FOR_TASKS, RATE
 from spartito.status import Status, statuses
 from tests.commands import Commands, commands_in, free_port
 
@@ -63,8 +64,9 @@ def test_a_table_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["top", str(tmp_path), "--once"]) == 0
     head, one, server = capsys.readouterr().out.splitlines()[1:]
     assert head.split() == [
-        "task", "phase", "step", "examples/s", "waiting", "data", "staleness", "memory", "last",
-    ]  # fmt: skip
+        *("task", "phase", "step", RATE, *FOR_TASKS.split(), *FOR_DATA.split()),
+        *("staleness", "memory", "last"),
+    ]
     assert re.split(r"  +", one.strip()) == [
         "worker 0", "step", "1,200", "1,600", "25%", "10%", "300 MB", "0 s ago",
     ]  # fmt: skip

@@ -11,7 +11,9 @@ from typing import Any
 def attach(
     package: str, names: Mapping[str, str], modules: Mapping[str, str] | None = None
 ) -> Callable[[str], Any]:
-    """A module's ``__getattr__`` (PEP 562) for ``package``, whose ``dir()`` has all names then.
+    """A module's ``__getattr__`` (PEP 562) for ``package``, whose ``dir()`` has its ``__all__``.
+
+    What a package imports for itself is no name of its API: the TAB key of a notebook asks here.
 
     ``names`` maps a public name to the module that defines it, ``modules`` a name to a module.
     """
@@ -25,7 +27,8 @@ def attach(
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def dir_() -> list[str]:
-        return sorted({*vars(module), *names, *(modules or ())})
+        own = {name for name in vars(module) if name.startswith("__")}
+        return sorted(own.union(module.__all__))
 
     module.__dict__["__dir__"] = dir_
     return getattr_

@@ -9,6 +9,8 @@ from difflib import get_close_matches
 ENV_STRATEGY = "SPARTITO_STRATEGY"
 ENV_STRATEGY_OPTIONS = "SPARTITO_STRATEGY_OPTIONS"
 ENV_RUN_DIR = "SPARTITO_RUN_DIR"
+ENV_JOB = "SPARTITO_JOB"
+"""By this a launcher knows all processes of a job of its own."""
 ENV_TIMEOUT = "SPARTITO_TIMEOUT"
 """Seconds that any wait for another task may take."""
 ENV_RECOVERY = "SPARTITO_RECOVERY"
@@ -60,6 +62,8 @@ PRECISIONS = {
     "fp32": "fp32",
 }
 """Precisions by our names and Lightning's, with ours."""
+RATE, FOR_TASKS, FOR_DATA = "examples/s", "waits for tasks", "waits for data"
+"""What tables call these figures, live and in reports."""
 RECIPES = ("cats_vs_dogs", "gpt", "mnist")
 RECIPE_SEED = 1337
 

@@ -42,6 +42,7 @@ class StrategyInfo:
         options: the keyword arguments of its class, but ``cluster``; None: only the class knows.
         nests: whether groups of another strategy may train so, as its ``inside``.
         cannot_hold: strategies that nest, but not in this one.
+        about: what it does, in a few words for a table.
     """
 
     name: str
@@ -57,6 +58,19 @@ class StrategyInfo:
     options: tuple[str, ...] | None = None
     nests: bool = True
     cannot_hold: tuple[str, ...] = ()
+    about: str = ""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What a job must have for it, in words."""
+        found = {
+            "one process": self.most_replicas == 1,
+            "one machine": self.one_machine and self.most_replicas != 1,
+            "shared memory": self.shares_memory,
+            "parameter servers (--ps)": self.needs_servers,
+            f"{(self.only_on or '').upper()} devices": self.only_on is not None,
+        }
+        return tuple(name for name, is_so in found.items() if is_so)
 
     def check(self, replicas: int, here: int, servers: int) -> None:
         """Raise `UserError` unless the strategy can run on such a cluster.
@@ -145,6 +159,7 @@ BUILT_IN = {
             most_replicas=1,
             options=OF_THE_JOB,
             nests=False,
+            about="one process: to write and debug a model",
         ),
         StrategyInfo(
             "mirrored",
@@ -152,18 +167,21 @@ BUILT_IN = {
             one_machine=True,
             recovers=True,
             options=("find_unused_parameters", *OF_THE_JOB),
+            about="a copy in each process, one update together",
         ),
         StrategyInfo(
             "multi_worker_mirrored",
             "spartito.strategies.multi_worker_mirrored:MultiWorkerMirroredStrategy",
             recovers=True,
             options=("compress", "bucket_bytes", "find_unused_parameters", *OF_THE_JOB),
+            about="the same over several machines",
         ),
         StrategyInfo(
             "tpu",
             "spartito.strategies.tpu:TPUStrategy",
             only_on="tpu",
             options=("fill", *OF_THE_JOB),
+            about="the same on the chips of TPUs",
         ),
         StrategyInfo(
             "central_storage",
@@ -172,6 +190,7 @@ BUILT_IN = {
             shares_memory=True,
             options=("parameter_device", *_of_the_job("communication", "recovery")),
             nests=False,
+            about="one copy in memory that all processes read",
         ),
         StrategyInfo(
             "mesh",
@@ -182,6 +201,7 @@ BUILT_IN = {
                 *("mesh", "layout", "names", "strict", "model", "zero", "block_bytes"),
                 *("compress", *OF_THE_JOB),
             ),
+            about="the tensors of one model, divided among tasks",
         ),
         StrategyInfo(
             "sharded",
@@ -189,6 +209,7 @@ BUILT_IN = {
             divides_model=True,
             recovers=True,
             options=("zero", "copies", "block_bytes", "offload", "compress", *OF_THE_JOB),
+            about="parameters and optimizer state, divided among tasks",
         ),
         StrategyInfo(
             "pipeline",
@@ -200,6 +221,7 @@ BUILT_IN = {
                 *("mesh", "layout", "names", "strict", "zero", "block_bytes", "compress"),
                 *_of_the_job("sync_batchnorm"),
             ),
+            about="the layers of one model, in stages",
         ),
         StrategyInfo(
             "local_sgd",
@@ -211,6 +233,7 @@ BUILT_IN = {
             ),
             recovers=True,
             nests=False,
+            about="groups train apart and meet now and then",
         ),
         StrategyInfo(
             "parameter_server",
@@ -225,6 +248,7 @@ BUILT_IN = {
             ),
             nests=False,
             cannot_hold=("pipeline",),
+            about="workers push gradients, servers update",
         ),
     )
 }

@@ -361,7 +361,8 @@ def test_what_a_recipe_is_started_with(tmp_path: Path) -> None:
         out=tmp_path / "new",
     )
     assert command(found, found.runs[0])[1:] == [
-        *("-m", "spartito", "run", "--strategy=parameter_server", "--workers=2", "--ps=1"),
+        *("-m", "spartito", "run", "--no-config"),
+        *("--strategy=parameter_server", "--workers=2", "--ps=1"),
         *("--slow=worker:1=0.5", "-m", "spartito.recipes.mnist"),
         *(f"--out={tmp_path}/new/parameter_server", "--data=digits", "--epochs=3"),
         *("--batch-size=64", "--seed=7"),

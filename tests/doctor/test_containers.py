@@ -61,7 +61,14 @@ def test_every_task_is_examined_in_its_own_container(
     made = doctor_document(given, 7.5)
     assert list(made["services"]) == list(given["services"])
     for name, service in made["services"].items():
-        assert service["command"] == ["python", "-m", "spartito", "doctor", "--timeout=7.5"]
+        assert service["command"] == [
+            "python",
+            "-m",
+            "spartito",
+            "doctor",
+            "--no-config",
+            "--timeout=7.5",
+        ]
         assert (service["restart"], service["healthcheck"]) == ("no", {"disable": True})
         assert "depends_on" not in service
         for key in KEPT:

@@ -100,7 +100,7 @@ def other_program(address: str, says: bytes) -> Iterator[None]:
 def test_workers_here_are_examined_as_run_would_start_them(commands: Commands) -> None:
     ended = commands.spartito("doctor", "--workers", "3", "--timeout", f"{PATIENT}")
     assert "3 of 3 tasks are here" in ended.out
-    assert "This is worker 0 by torchrun's variables: rank 0 of 3" in ended.out
+    assert "This is worker 0 by spartito run: rank 0 of 3" in ended.out
     for index in range(3):
         assert f"from worker {index}" in ended.out
     assert ended.err == ""

@@ -129,7 +129,8 @@ def test_one_host_is_a_pod_that_starts_a_process_for_each_chip(
         "8",
     )
     assert job.spec["completions"] == job.spec["parallelism"] == 1
-    assert job.command(0)[:5] == ["spartito", "run", "--workers=8", "-m", "spartito.recipes.mnist"]
+    words = ["spartito", "run", "--no-config", "--workers=8", "-m", "spartito.recipes.mnist"]
+    assert job.command(0)[:6] == words
     told = job.environment(0)
     assert resolve(told).world_size == 1
     assert "OMP_NUM_THREADS" not in told

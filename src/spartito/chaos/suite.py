@@ -108,7 +108,14 @@ class Suite:
             if role not in Suite.roles_known():
                 raise UserError(f"{role!r} is not a role", nearest(role, Suite.roles_known()))
         if self.sample is not None and not self.sample.is_file():
-            raise UserError(f"--sample {self.sample} is no file")
+            raise UserError(f"--sample {self.sample} is no file", "Name one file of the data.")
+        infos = [strategy_info(strategy.name) for strategy in self.strategies]
+        known = {LAUNCHER, *(task for info in infos for task in self.all_tasks(info))}
+        for fault in (fault for schedule in self.schedules for fault in schedule):
+            if fault.task not in known:
+                raise UserError(
+                    f"--schedule {fault}: the job has no {fault.task}", nearest(fault.task, known)
+                )
 
     @staticmethod
     def roles_known() -> tuple[str, ...]:
@@ -346,7 +353,8 @@ class _Under:
         suite, info = self.suite, self.info
         roles = Roles(self.workers, suite.ps if info.needs_servers else 0, suite.evaluator,
                       suite.chief and info.needs_servers)  # fmt: skip
-        own = [sys.executable, "-m", "spartito", "run", f"--strategy={self.strategy}", "--yes"]
+        own = [sys.executable, "-m", "spartito", "run", "--no-config", "--yes"]
+        own += [f"--strategy={self.strategy}"]
         own += suite.words
         if self.machines:
             return on_machines([*own, *words], env, roles, self.machines)

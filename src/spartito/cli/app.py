@@ -12,6 +12,10 @@ from typing import Annotated
 
 import typer
 
+from spartito.cli.command import Command, Group
+from spartito.cli.commands import COMMANDS
+from spartito.cli.completion import ENV_COMPLETE, complete, install, script_for, with_shell
+from spartito.cli.mistakes import as_mistake
 from spartito.errors import EXIT_INTERRUPTED, SpartitoError, show
 
 PASS_ON = {"allow_interspersed_args": False}
@@ -20,32 +24,22 @@ PASS_ON = {"allow_interspersed_args": False}
 HELP = """Train any PyTorch model under any distribution strategy.
 
 Example: spartito train mnist --strategy mirrored --workers 2
+
+Example: spartito run --strategy mirrored --workers 2 train.py --epochs 3
 """
-COMMANDS = {
-    "run": "spartito.cli.run:run",
-    "train": "spartito.cli.run:train",
-    "plan": "spartito.cli.plan:plan",
-    "compare": "spartito.cli.compare:compare",
-    "chaos": "spartito.cli.chaos:chaos",
-    "doctor": "spartito.cli.doctor:doctor",
-    "top": "spartito.cli.top:top",
-    "predict": "spartito.cli.data:predict",
-    "data": "spartito.cli.data:data_app",
-    "checkpoint": "spartito.cli.checkpoint:checkpoint_app",
-    "cluster": "spartito.cli.cluster:cluster_app",
-}
-"""Where each command is: only the one that is typed is imported."""
+USAGE_ERROR: type[Exception]
+[USAGE_ERROR] = typer.BadParameter.__bases__  # which has no public name of its own
 
 
 def application(words: Sequence[str]) -> typer.Typer:
     """The command ``spartito``, with the one of its commands that ``words`` begin with, or all."""
     app = typer.Typer(
+        cls=Group,
         help=HELP,
-        no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
         callback=_spartito,
     )
     named = [words[0]] if words and words[0] in COMMANDS else COMMANDS
@@ -55,7 +49,8 @@ def application(words: Sequence[str]) -> typer.Typer:
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:
-            app.command(name, context_settings=PASS_ON if name == "run" else None)(command)
+            settings = PASS_ON if name == "run" else None
+            app.command(name, cls=Command, context_settings=settings)(command)
     return app
 
 
@@ -68,19 +63,33 @@ def __getattr__(name: str) -> typer.Typer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (by default the process's own); returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = with_shell(_asked(sys.argv[1:] if argv is None else argv), os.environ)
     _open_streams()
     try:
-        application(words)(args=words, prog_name="spartito")
+        if (shell := os.environ.get(ENV_COMPLETE)) is not None:
+            return complete(shell, application)
+        code = application(words)(args=words, prog_name="spartito", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except USAGE_ERROR as error:
+        return show(as_mistake(error))
     except SpartitoError as error:
         return show(error)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     finally:
         _flush_streams()
-    return 0
+
+
+def _asked(words: Sequence[str]) -> list[str]:
+    """The words in full: ``help COMMAND`` and ``version``, as people type them elsewhere, too."""
+    if list(words) == ["version"]:
+        return ["--version"]
+    if words[:1] == ["help"]:
+        return [*words[1:], "--help"]
+    alone = not words or (len(words) == 1 and COMMANDS.get(words[0], "").endswith("_app"))
+    return [*words, "--help"] if alone else [*words]
 
 
 def _open_streams() -> None:
@@ -111,6 +120,19 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+def _install(shell: str | None) -> None:
+    if shell is not None:
+        for line in install(shell, os.environ):
+            typer.echo(line)
+        raise typer.Exit
+
+
+def _show_script(shell: str | None) -> None:
+    if shell is not None:
+        typer.echo(script_for(shell))
+        raise typer.Exit
+
+
 def _spartito(
     show_version: Annotated[
         bool,
@@ -118,5 +140,23 @@ def _spartito(
             "--version", help="Print the version.", callback=_print_version, is_eager=True
         ),
     ] = False,
+    install_completion: Annotated[
+        str | None,
+        typer.Option(
+            help="Have the TAB key complete commands, options, strategies and recipes.",
+            metavar="[SHELL]",
+            callback=_install,
+            is_eager=True,
+        ),
+    ] = None,
+    show_completion: Annotated[
+        str | None,
+        typer.Option(
+            help="Print what that would install, for bash, zsh or fish.",
+            metavar="[SHELL]",
+            callback=_show_script,
+            is_eager=True,
+        ),
+    ] = None,
 ) -> None:
     pass

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from spartito.chaos.schedule import KINDS, parse_schedules
-from spartito.cli.options import Arguments, Target, number, whole, with_options, words_of
+from spartito.cli.options import Arguments, Target, number, real, whole, with_options, words_of
 from spartito.errors import UserError
-from spartito.launch.job import JobSpec, Program
+from spartito.launch.job import Heading, JobSpec, Program
 from spartito.launch.processes.local import Local
 from spartito.system import check_linux
 
@@ -21,7 +21,11 @@ OWN = ("strategy", "workers", "ps", "chief", "evaluator", "out", "data", "name",
 OF_ONE_MACHINE = ("nnodes", "node_rank", "master_addr")
 
 
-@with_options(JobSpec, Local, without=(*OWN, *OF_ONE_MACHINE))
+@with_options(
+    *(JobSpec, Local),
+    first=("strategy", "workers", "ps", "faults", "roles", "rounds", "out"),
+    without=(*OWN, *OF_ONE_MACHINE),
+)
 def chaos(
     target: Target,
     arguments: Arguments = None,
@@ -35,10 +39,20 @@ def chaos(
     workers: Annotated[int, number("--workers", "Tasks that compute.", 1)] = 2,
     ps: Annotated[int, number("--ps", "Parameter servers, where a strategy has them.", 1)] = 2,
     chief: Annotated[
-        bool, typer.Option("--chief", help="With servers: a chief that does not compute.")
+        bool,
+        typer.Option(
+            "--chief",
+            help="With servers: a chief that does not compute.",
+            rich_help_panel=Heading.WORKERS,
+        ),
     ] = False,
     evaluator: Annotated[
-        bool, typer.Option("--evaluator", help="A task that evaluates each checkpoint.")
+        bool,
+        typer.Option(
+            "--evaluator",
+            help="A task that evaluates each checkpoint.",
+            rich_help_panel=Heading.WORKERS,
+        ),
     ] = False,
     faults: Annotated[
         str, typer.Option(help=f"All, or some of {', '.join(KINDS)}.", metavar="NAMES")
@@ -56,9 +70,17 @@ def chaos(
             help="The faults themselves, as kill@worker:1#40,stop@ps:0#60+kill@worker:0#90, or "
             "a file with one run a line.",
             metavar="TEXT",
+            rich_help_panel=Heading.FAULTS,
         ),
     ] = None,
-    seed: Annotated[int, number("--seed", "What is drawn by chance.")] = 0,
+    seed: Annotated[
+        int,
+        number(
+            "--seed",
+            "What is drawn by chance.",
+            heading=Heading.FAULTS,
+        ),
+    ] = 0,
     rounds: Annotated[
         int | None,
         number("--rounds", "Faults drawn for each strategy; each one of them by default.", 1),
@@ -69,35 +91,72 @@ def chaos(
             help="The global steps after which they happen, as 150-200; those in the middle by "
             "default.",
             metavar="A-B",
+            rich_help_panel=Heading.FAULTS,
         ),
     ] = None,
     limit: Annotated[
-        int, number("--limit", "Seconds until a task that stands still is named.", 1)
+        int,
+        number(
+            "--limit",
+            "Seconds until a task that stands still is named.",
+            1,
+            heading=Heading.FAULTS,
+        ),
     ] = 10,
     slack: Annotated[
         int,
-        number("--slack", "Seconds more than promised that a machine with other work may take.", 0),
+        number(
+            "--slack",
+            "Seconds more than promised that a machine with other work may take.",
+            0,
+            heading=Heading.FAULTS,
+        ),
     ] = 0,
     longest: Annotated[
-        int, number("--longest", "Seconds after which a run counts as one that hangs.", 10)
+        int,
+        number(
+            "--longest",
+            "Seconds after which a run counts as one that hangs.",
+            10,
+            heading=Heading.FAULTS,
+        ),
     ] = 120,
     minutes: Annotated[
         float | None,
-        typer.Option(help="Begin no further fault after so long; the next call does the rest."),
+        typer.Option(
+            help="Begin no further fault after so long; the next call does the rest.",
+            parser=real("--minutes", above=True),
+            metavar="MINUTES",
+            rich_help_panel=Heading.FAULTS,
+        ),
     ] = None,
     sample: Annotated[
-        Path | None, typer.Option(help="A file of the data, which corrupt overwrites for a while.")
+        Path | None,
+        typer.Option(
+            help="A file of the data, which corrupt overwrites for a while.",
+            metavar="FILE",
+            rich_help_panel=Heading.FAULTS,
+        ),
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(help="The folder with a recipe's data, or its URL.", metavar="DIR"),
+        typer.Option(
+            help="The folder with a recipe's data, or its URL.",
+            metavar="DIR",
+            rich_help_panel=Heading.TRAINING,
+        ),
     ] = None,
     out: Annotated[
-        Path, typer.Option(help="The folder to write; what it has results of is not run again.")
+        Path,
+        typer.Option(
+            help="The folder to write; what it has results of is not run again.", metavar="DIR"
+        ),
     ] = Path("runs/chaos"),
     **given: Any,
 ) -> None:
-    """Kill, stop and starve the tasks of a job, and see whether it ends as it should.
+    """Break the tasks of a job, and see how it ends.
+
+    They are killed, stopped and starved, one fault at a time.
 
     Example: spartito chaos mnist --strategy mirrored --workers 2 --faults kill,stop -- --epochs 3
     """

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spartito.cli.command import Command, Group
 from spartito.cli.options import Json
 from spartito.errors import UserError
 from spartito.names import size
@@ -16,9 +17,7 @@ from spartito.names import size
 if TYPE_CHECKING:
     from spartito.checkpoint.foreign_files import Opened
 
-checkpoint_app = typer.Typer(
-    help="Look at checkpoints, check them, and write them in other forms.", no_args_is_help=True
-)
+checkpoint_app = typer.Typer(cls=Group, help="Look at checkpoints, check and convert them.")
 
 Source = Annotated[
     str,
@@ -37,7 +36,7 @@ Out = Annotated[
 ]
 
 
-@checkpoint_app.command()
+@checkpoint_app.command(cls=Command)
 def show(path: Source, json: Json = False) -> None:
     """Say what is in a checkpoint.
 
@@ -64,11 +63,13 @@ def show(path: Source, json: Json = False) -> None:
             print(f"  {line}")
 
 
-@checkpoint_app.command()
+@checkpoint_app.command(cls=Command)
 def verify(path: Source) -> None:
     """Compare all files with their checksums; every part of every tensor must be there.
 
-    A folder has all of its checkpoints verified. Example: spartito checkpoint verify runs/mnist
+    A folder has all of its checkpoints verified.
+
+    Example: spartito checkpoint verify runs/mnist
     """
     from spartito.checkpoint.foreign_files import check, checkpoints_in
     from spartito.checkpoint.in_store import fetch_checkpoint
@@ -90,7 +91,7 @@ def verify(path: Source) -> None:
         raise wrong[0]
 
 
-@checkpoint_app.command()
+@checkpoint_app.command(cls=Command)
 def convert(path: Source, out: Out) -> None:
     """Write a checkpoint's model as one file, or a model's file as a checkpoint.
 
@@ -103,7 +104,7 @@ def convert(path: Source, out: Out) -> None:
     print(f"wrote {converted(opened(fetch_checkpoint(path)), out)}")
 
 
-@checkpoint_app.command()
+@checkpoint_app.command(cls=Command)
 def average(
     paths: Annotated[
         list[str], typer.Argument(metavar="PATH... OUT", help="What to average; where to write.")

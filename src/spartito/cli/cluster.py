@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from spartito.cli.command import Command, Group
 from spartito.cli.options import Arguments, Target, job_of, taken_from, with_options
 from spartito.errors import UserError
 from spartito.launch.clouds.launcher import Dstack, Sky
@@ -18,15 +19,17 @@ from spartito.launch.kubernetes.launcher import Kubernetes
 from spartito.launch.slurm.launcher import Slurm
 
 cluster_app = typer.Typer(
-    help="Run a job in containers, in Kubernetes, under Slurm, or in a cloud.\n\n"
+    cls=Group,
+    help="Containers, Kubernetes, Slurm and clouds.\n\n"
     "Example: spartito cluster compose mnist --workers 2 > compose.yaml",
-    no_args_is_help=True,
 )
+
+FIRST = ("strategy", "workers", "ps", "name", "out", "data")
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The job's compose file.")]
 
 
-@cluster_app.command()
+@cluster_app.command(cls=Command)
 def image(
     context: Annotated[
         Path, typer.Argument(metavar="DIR", help="The folder of Spartito's sources.")
@@ -71,9 +74,9 @@ def _add(name: str, kind: type[Launcher]) -> None:
         job = job_of(Program.find(target, tuple(arguments or ())), given)
         raise typer.Exit(kind(**taken_from(kind, given)).start(job))
 
-    with_options(JobSpec, kind, without=("interface",))(command)
+    with_options(JobSpec, kind, first=FIRST, without=("interface",))(command)
     about = (kind.__doc__ or name).partition("\n    Args:")[0]
-    cluster_app.command(name, help=cleandoc(about))(command)
+    cluster_app.command(name, cls=Command, help=cleandoc(about))(command)
 
 
 def _refuse(name: str, error: UserError) -> None:
@@ -99,7 +102,7 @@ for _name, _kind in {
         _add(_name, _kind)
 
 
-@cluster_app.command()
+@cluster_app.command(cls=Command)
 def up(
     file: File,
     detach: Annotated[
@@ -115,7 +118,7 @@ def up(
     raise typer.Exit(job.up(file, detach))
 
 
-@cluster_app.command()
+@cluster_app.command(cls=Command)
 def status(
     job: Annotated[
         str,
@@ -139,7 +142,7 @@ def status(
     raise typer.Exit(containers.status(Path(job)))
 
 
-@cluster_app.command()
+@cluster_app.command(cls=Command)
 def wait(file: File) -> None:
     """Wait for the end of a job that was started with --detach; ends with its exit code.
 
@@ -150,7 +153,7 @@ def wait(file: File) -> None:
     raise typer.Exit(job.wait(file))
 
 
-@cluster_app.command()
+@cluster_app.command(cls=Command)
 def logs(
     file: File,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the end.")] = False,
@@ -164,7 +167,7 @@ def logs(
     raise typer.Exit(job.logs(file, follow))
 
 
-@cluster_app.command()
+@cluster_app.command(cls=Command)
 def down(file: File) -> None:
     """Remove all that up made; the run folder stays.
 

@@ -8,18 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
-from spartito.cli.options import taken_from, whole, with_options
+from spartito.cli.options import Arguments, Target, taken_from, whole, with_options
 from spartito.launch.containers.launcher import Compose
-from spartito.names import RECIPES
+from spartito.launch.job import Heading
 
 
-@with_options(Compose, without=("gpus", "hosts", "into", "timeout"))
+@with_options(
+    Compose,
+    first=("strategies", "workers", "ps", "epochs", "goal", "repeat", "out"),
+    without=("gpus", "hosts", "into", "timeout"),
+)
 def compare(
-    target: Annotated[str, typer.Argument(help=f"Your script, or one of {', '.join(RECIPES)}.")],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="-- ARGS...", help="The script's own arguments."),
-    ] = None,
+    target: Target,
+    arguments: Arguments = None,
     strategies: Annotated[
         list[str] | None,
         typer.Option(
@@ -55,6 +56,7 @@ def compare(
         typer.Option(
             help="More runs: workers=1,2,4, or for recipes batch_size=32,512,8192.",
             metavar="NAME=VALUES",
+            rich_help_panel=Heading.ADVANCED,
         ),
     ] = None,
     slow: Annotated[
@@ -62,6 +64,7 @@ def compare(
         typer.Option(
             help="Let a process run a fraction of the time only, as worker:1=0.25.",
             metavar="TASK=FRACTION",
+            rich_help_panel=Heading.ADVANCED,
         ),
     ] = None,
     link: Annotated[
@@ -70,6 +73,7 @@ def compare(
             help="Put each task on a machine of its own (a network namespace: needs root), at a "
             "line of this rate and delay, as 100mbit or 10mbit,50ms.",
             metavar="RATE[,DELAY]",
+            rich_help_panel=Heading.ADVANCED,
         ),
     ] = None,
     repeat: Annotated[
@@ -82,7 +86,11 @@ def compare(
     ] = 1,
     data: Annotated[
         str | None,
-        typer.Option(help="The folder with a recipe's data, or its URL.", metavar="DIR"),
+        typer.Option(
+            help="The folder with a recipe's data, or its URL.",
+            metavar="DIR",
+            rich_help_panel=Heading.TRAINING,
+        ),
     ] = None,
     batch_size: Annotated[
         int | None,
@@ -90,22 +98,32 @@ def compare(
             help="A recipe's examples per step, over all workers.",
             parser=whole("--batch-size", 1),
             metavar="N",
+            rich_help_panel=Heading.TRAINING,
         ),
     ] = None,
     seed: Annotated[
         int | None,
         typer.Option(
-            help="Where a recipe's randomness begins.", parser=whole("--seed"), metavar="N"
+            help="Where a recipe's randomness begins.",
+            parser=whole("--seed"),
+            metavar="N",
+            rich_help_panel=Heading.TRAINING,
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder to write.", metavar="DIR")] = None,
     on: Annotated[
         str,
-        typer.Option(help="Where the tasks run: processes, or compose for containers."),
+        typer.Option(
+            help="Where the tasks run: processes, or compose for containers.",
+            metavar="WHERE",
+            rich_help_panel=Heading.WORKERS,
+        ),
     ] = "processes",
     **given: Any,
 ) -> None:
-    """Train under several strategies, and lay them side by side on one page.
+    """Train under several strategies, side by side.
+
+    A table, sentences and a page with charts say what each took and reached.
 
     Example: spartito compare mnist --workers 2 --ps 1 --epochs 5 --goal val_accuracy=0.95
     """

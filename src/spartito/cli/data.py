@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from spartito.cli.options import Json, number
+from spartito.cli.command import Command, Group
+from spartito.cli.options import Json, number, real
 from spartito.errors import UserError
 from spartito.urls import is_remote
 
 data_app = typer.Typer(
+    cls=Group,
     help="Pack, look at, check, measure and fetch data sets.",
-    no_args_is_help=True,
 )
 
 Columns = Annotated[str | None, typer.Option(help="Columns of packed files: a,b.", metavar="NAMES")]
@@ -26,9 +26,9 @@ def names_in(text: str | None) -> tuple[str, ...]:
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(help="A run folder of spartito train.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder of spartito train.")],
     files: Annotated[
-        list[Path] | None, typer.Argument(metavar="[FILE...]", help="What to look at.")
+        list[Path] | None, typer.Argument(metavar="FILE...", help="What to look at.")
     ] = None,
     prompt: Annotated[
         str | None, typer.Option(help="How a text begins, for a model that writes.", metavar="TEXT")
@@ -36,19 +36,23 @@ def predict(
     length: Annotated[int | None, number("--length", "How many characters it adds.", 1)] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(help="0 takes the likeliest character; above 1 is bold.", metavar="T"),
+        typer.Option(
+            help="0 takes the likeliest character; above 1 is bold.",
+            parser=real("--temperature"),
+            metavar="T",
+        ),
     ] = None,
     seed: Annotated[int | None, number("--seed", "What the characters are drawn from.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
-    """Print what a trained model predicts for files, or how it goes on with a text.
+    """Print what a trained model predicts.
+
+    For pictures, or how it goes on with a text.
 
     Example: spartito predict runs/cats_vs_dogs cat.jpg dog.jpg
 
     Example: spartito predict runs/gpt --prompt "ROMEO." --temperature 0.8 --seed 1
     """
-    if temperature is not None and not 0 <= temperature < math.inf:
-        raise UserError(f"--temperature {temperature} is not 0 or more")
     given = {"prompt": prompt, "length": length, "temperature": temperature, "seed": seed}
     from spartito.recipes.predict import main as predict_with
 
@@ -56,7 +60,7 @@ def predict(
     raise typer.Exit(predict_with(run, files or [], said, json))
 
 
-@data_app.command()
+@data_app.command(cls=Command)
 def pack(
     source: Annotated[
         str, typer.Argument(metavar="SRC", help="A folder of images, or packed files anywhere.")
@@ -102,7 +106,7 @@ def pack(
     raise typer.Exit(code)
 
 
-@data_app.command()
+@data_app.command(cls=Command)
 def info(
     url: Annotated[str, typer.Argument(metavar="URL", help="A folder of images, or packed files.")],
     columns: Columns = None,
@@ -117,7 +121,7 @@ def info(
     raise typer.Exit(main_info(url, names_in(columns), json))
 
 
-@data_app.command()
+@data_app.command(cls=Command)
 def check(
     url: Annotated[str, typer.Argument(metavar="URL", help="A folder of images, or packed files.")],
     jfif_only: Annotated[
@@ -164,11 +168,16 @@ def check(
     raise typer.Exit(main_packed_check(url, names_in(columns), not no_images, json))
 
 
-@data_app.command()
+@data_app.command(cls=Command)
 def bench(
     url: Annotated[str, typer.Argument(metavar="URL", help="A folder of images, or packed files.")],
     seconds: Annotated[
-        float, typer.Option(help="For each of five rates, at most.", metavar="S")
+        float,
+        typer.Option(
+            help="For each of five rates, at most.",
+            parser=real("--seconds", above=True),
+            metavar="SECONDS",
+        ),
     ] = 5.0,
     columns: Columns = None,
     image_size: Annotated[
@@ -183,18 +192,16 @@ def bench(
 
     Example: spartito data bench s3://bucket/pets --seconds 10
     """
-    if not 0 < seconds < 86400:
-        raise UserError(f"--seconds {seconds} is not more than 0", "As --seconds 5.")
     from spartito.data.tools.bench import main_bench
 
     code = main_bench(url, seconds, names_in(columns), image_size, batch_size, json)
     raise typer.Exit(code)
 
 
-@data_app.command()
+@data_app.command(cls=Command)
 def get(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Which one; without it all are listed.")
+        str | None, typer.Argument(metavar="NAME", help="Which one; without it all are listed.")
     ] = None,
     to: Annotated[
         Path | None, typer.Option(help="Where a folder NAME is made.", metavar="DIR")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from spartito.cli.options import job_of, taken_from, typed, with_options
+from spartito.cli.options import job_of, real, taken_from, typed, with_options
 from spartito.errors import UserError
 from spartito.launch.hosts.job import Hosts
 from spartito.launch.job import JobSpec, Program
@@ -20,7 +20,9 @@ NOT_EXAMINED = (
 )  # fmt: skip
 
 
-@with_options(JobSpec, Hosts, without=NOT_EXAMINED)
+@with_options(
+    JobSpec, Hosts, first=("workers", "hosts", "compose", "timeout", "json"), without=NOT_EXAMINED
+)
 def doctor(
     compose: Annotated[
         Path | None,
@@ -29,7 +31,9 @@ def doctor(
     timeout: Annotated[
         float,
         typer.Option(
-            help="Seconds after which it ends, even if tasks are missing.", metavar="SECONDS"
+            help="Seconds after which it ends, even if tasks are missing.",
+            parser=real("--timeout", above=True),
+            metavar="SECONDS",
         ),
     ] = 10.0,
     json: Annotated[
@@ -37,9 +41,10 @@ def doctor(
     ] = False,
     **given: Any,
 ) -> None:
-    """Say whether the tasks of a cluster reach each other; run it on every one of them.
+    """Say whether the tasks of a cluster reach each other.
 
-    With --workers it examines so many processes started here, not the cluster we are in.
+    Run it on every one of them. With --workers it examines so many processes started here, not
+    the cluster we are in.
 
     Example: spartito doctor --hosts a,b
     """

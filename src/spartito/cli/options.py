@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -11,12 +12,15 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import typer
 
 from spartito.errors import UserError
-from spartito.launch.job import JobSpec, Option
+from spartito.launch.job import Heading, JobSpec, Option
 from spartito.names import RECIPES
 
 F = TypeVar("F", bound=Callable[..., None])
 
-Target = Annotated[str, typer.Argument(help=f"Your script, or one of {', '.join(RECIPES)}.")]
+Target = Annotated[
+    str,
+    typer.Argument(metavar="SCRIPT|RECIPE", help=f"Your script, or one of {', '.join(RECIPES)}."),
+]
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(metavar="-- ARGS...", help="Options of the script or recipe."),
@@ -42,15 +46,38 @@ def whole(option: str, least: int | None = None) -> Callable[[str], int]:
     return read
 
 
-def number(option: str, help: str, least: int | None = None) -> Any:
+def real(option: str, least: float = 0.0, above: bool = False) -> Callable[[str], float]:
+    """Reads the number of ``option``, ``least`` or more (or more than it); as `whole`."""
+
+    def read(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not (found > least if above else found >= least) or math.isinf(found):
+            rule = f"more than {least:g}" if above else f"{least:g} or more"
+            raise UserError(
+                f"{option} {text} is not a number, {rule}", f"As {option} {least + 1:g}."
+            )
+        return found
+
+    return read
+
+
+def number(option: str, help: str, least: int | None = None, heading: Heading | None = None) -> Any:
     """What the command line says of an option that is a whole number."""
-    return typer.Option(option, help=help, parser=whole(option, least), metavar="N")
+    return typer.Option(
+        option, help=help, parser=whole(option, least), metavar="N", rich_help_panel=heading
+    )
 
 
-def with_options(*kinds: type, without: Collection[str] = ()) -> Callable[[F], F]:
+def with_options(
+    *kinds: type, first: Sequence[str] = (), without: Collection[str] = ()
+) -> Callable[[F], F]:
     """Give a command the options that the fields of ``kinds`` are, but those ``without``.
 
-    The command takes them as ``**given``, its last parameter.
+    The command takes them as ``**given``, its last parameter. Its help begins with those that are
+    named ``first``, its own among them; the others stand under their headings.
     """
 
     def decorate(command: F) -> F:
@@ -62,9 +89,12 @@ def with_options(*kinds: type, without: Collection[str] = ()) -> Callable[[F], F
             hints = get_type_hints(kind)
             for one in _options(kind):
                 if one.name not in taken:
-                    more.setdefault(one.name, _parameter(one, hints[one.name]))
+                    heading = None if one.name in first else _heading(one, kind)
+                    more.setdefault(one.name, _parameter(one, hints[one.name], heading))
         keyword = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in named]
-        signature = inspect.Signature([*keyword, *more.values()])
+        found = {**{one.name: one for one in keyword}, **more}
+        order = [*first, *(name for name in found if name not in first)]
+        signature = inspect.Signature([found[name] for name in order])
         command.__signature__ = signature  # type: ignore[attr-defined]
         return command
 
@@ -119,13 +149,20 @@ def _options(kind: type) -> Iterator[Field[Any]]:
     return (one for one in fields(kind) if "option" in one.metadata)
 
 
-def _parameter(one: Field[Any], hint: Any) -> inspect.Parameter:
+def _heading(one: Field[Any], kind: type) -> str:
+    said: Option = one.metadata["option"]
+    return said.heading or kind.__name__
+
+
+def _parameter(one: Field[Any], hint: Any, heading: str | None) -> inspect.Parameter:
     said: Option = one.metadata["option"]
     flag = flag_of(one)
-    how: dict[str, Any] = {"help": said.help, "metavar": said.metavar}
+    how: dict[str, Any] = {"help": said.help, "metavar": said.metavar, "rich_help_panel": heading}
     plain = next((arg for arg in get_args(hint) if arg is not NoneType), hint)
     if plain is int:
         how |= {"parser": whole(flag, said.least), "metavar": "N"}
+    elif plain is float:
+        how |= {"parser": real(flag, above=True)}
     default = None if one.default is MISSING else one.default
     if get_origin(hint) is tuple:
         hint, default = list[str] | None, None

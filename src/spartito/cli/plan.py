@@ -9,16 +9,19 @@ from typing import Annotated
 
 import typer
 
-from spartito.cli.options import whole
+from spartito.cli.options import real, whole, with_options
 from spartito.errors import UserError
+from spartito.launch.job import Heading
 from spartito.names import RECIPES
 
 
+@with_options(first=("workers", "machines", "link", "strategies", "batch_size", "goal", "memory"))
 def plan(
     target: Annotated[
         str | None,
         typer.Argument(
-            help=f"Your script, or one of {', '.join(RECIPES)}; --profile may stand for it."
+            metavar="SCRIPT|RECIPE",
+            help=f"Your script, or one of {', '.join(RECIPES)}; --profile may stand for it.",
         ),
     ] = None,
     arguments: Annotated[
@@ -51,7 +54,11 @@ def plan(
     ] = None,
     on: Annotated[
         Path | None,
-        typer.Option(help="A YAML file that describes the machines.", metavar="FILE"),
+        typer.Option(
+            help="A YAML file that describes the machines.",
+            metavar="FILE",
+            rich_help_panel=Heading.MACHINES,
+        ),
     ] = None,
     ps: Annotated[
         int,
@@ -60,6 +67,7 @@ def plan(
             help="Parameter servers, for the strategy that has them.",
             parser=whole("--ps", 1),
             metavar="N",
+            rich_help_panel=Heading.WORKERS,
         ),
     ] = 1,
     strategies: Annotated[
@@ -91,33 +99,65 @@ def plan(
     ] = None,
     price: Annotated[
         float | None,
-        typer.Option(help="Of one machine for an hour, for the price of the goal.", metavar="X"),
+        typer.Option(
+            help="Of one machine for an hour, for the price of the goal.",
+            parser=real("--price"),
+            metavar="X",
+            rich_help_panel=Heading.MACHINES,
+        ),
     ] = None,
     fail: Annotated[
         str | None,
-        typer.Option(help="How often one machine fails, as 1/day.", metavar="N/TIME"),
+        typer.Option(
+            help="How often one machine fails, as 1/day.",
+            metavar="N/TIME",
+            rich_help_panel=Heading.MACHINES,
+        ),
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option(help="Plan with this profile: nothing is run.", metavar="FILE"),
+        typer.Option(
+            help="Plan with this profile: nothing is run.",
+            metavar="FILE",
+            rich_help_panel=Heading.PROFILE,
+        ),
     ] = None,
     save_profile: Annotated[
         Path | None,
-        typer.Option(help="Keep the profile in this new file.", metavar="FILE"),
+        typer.Option(
+            help="Keep the profile in this new file.",
+            metavar="FILE",
+            rich_help_panel=Heading.PROFILE,
+        ),
     ] = None,
     check: Annotated[
         Path | None,
         typer.Option(
-            help="Predict the runs of this comparison instead, and show both.", metavar="DIR"
+            help="Predict the runs of this comparison instead, and show both.",
+            metavar="DIR",
+            rich_help_panel=Heading.PROFILE,
         ),
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(help="The folder with a recipe's data, or its URL.", metavar="DIR"),
+        typer.Option(
+            help="The folder with a recipe's data, or its URL.",
+            metavar="DIR",
+            rich_help_panel=Heading.TRAINING,
+        ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON instead.")] = False,
+    json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Print one line of JSON instead.",
+            rich_help_panel=Heading.OUTPUT,
+        ),
+    ] = False,
 ) -> None:
-    """Predict speed and memory of all strategies, from a few seconds of one process.
+    """Predict speed and memory of every strategy.
+
+    It takes some seconds of one process on this machine.
 
     Example: spartito plan train.py --machines 4 --workers 2 --link 1gbit
 
@@ -125,6 +165,8 @@ def plan(
 
     Example: spartito plan --profile gpt.json --on cluster.yaml --goal tokens=1e9 --fail 1/day
     """
+    from spartito.comparison.report.results import COMPARISON
+    from spartito.declared import parse_all
     from spartito.launch.job import Program
     from spartito.launch.lines.line import Link
     from spartito.planning.check import check as check_runs
@@ -132,7 +174,7 @@ def plan(
     from spartito.planning.costs.parts import Situation
     from spartito.planning.measure import take_profile
     from spartito.planning.profile import Profile, source_of
-    from spartito.planning.search import Goal, improvements, search
+    from spartito.planning.search import ALL, Goal, improvements, search
     from spartito.planning.table import record, text
     from spartito.system.capacity import available_cores, memory_limit
 
@@ -160,6 +202,16 @@ def plan(
         raise UserError(
             "--on and --machines, --link or --price exclude each other", "Say it in the file."
         )
+    if save_profile is not None and not save_profile.parent.is_dir():
+        raise UserError(
+            f"--save-profile {save_profile}: {save_profile.parent} is no folder", "Make it first."
+        )
+    if check is not None and not ((check / COMPARISON).is_file() or check.is_file()):
+        raise UserError(
+            f"--check {check} holds no comparison", "Name the folder that --out named in comparing."
+        )
+    if strategies != ALL:
+        parse_all(strategies, "--strategies")  # before anything is measured
     wanted = None if goal is None else Goal.read(goal)
     limit = None if memory is None else read_size(memory, "--memory")
     rate = 0.0 if fail is None else read_failures(fail)

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from spartito.cli.options import Json, job_of, number, taken_from, typed, with_options
+from spartito.cli.options import job_of, number, taken_from, typed, with_options
 from spartito.errors import UserError
 from spartito.launch.earlier_run import vacate
 from spartito.launch.functions.run import OF_FILES
 from spartito.launch.hosts.job import Hosts
-from spartito.launch.job import JobSpec, Launcher, Program
+from spartito.launch.job import Heading, JobSpec, Launcher, Program
 from spartito.launch.on_ray.job import OnRay
 from spartito.launch.processes.launcher import Processes
 from spartito.launch.processes.local import Local
@@ -29,10 +29,16 @@ def _precision(text: str) -> str:
     return text
 
 
-@with_options(JobSpec, Local, Hosts, OnRay, without=OF_FILES)
+@with_options(
+    *(JobSpec, Local, Hosts, OnRay),
+    first=("strategy", "workers", "ps", "hosts", "recover", "log_dir", "module"),
+    without=OF_FILES,
+)
 def run(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(help="The script, or with -m the module.")],
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")
+    ],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARGS...", help="Its own arguments.")
     ] = None,
@@ -50,20 +56,28 @@ def run(
     raise typer.Exit(launcher_of(given).start(job_of(program, given)))
 
 
-@with_options(JobSpec, Local, Hosts, OnRay, without=("name",))
+@with_options(
+    *(JobSpec, Local, Hosts, OnRay),
+    first=("strategy", "workers", "epochs", "batch_size", "data", "out", "resume"),
+    without=("name",),
+)
 def train(
-    recipe: Annotated[str, typer.Argument(help=f"One of {', '.join(RECIPES)}.")],
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help=f"One of {', '.join(RECIPES)}.")],
     epochs: Annotated[int | None, number("--epochs", "Passes over the data.", 1)] = None,
     batch_size: Annotated[
         int | None, number("--batch-size", "Examples per step, over all workers.", 1)
     ] = None,
-    seed: Annotated[int | None, number("--seed", "Where all randomness begins.")] = None,
+    seed: Annotated[
+        int | None,
+        number("--seed", "Where all randomness begins.", heading=Heading.TRAINING),
+    ] = None,
     precision: Annotated[
         str | None,
         typer.Option(
             help=f"What the forward pass computes in: {', '.join(PRECISIONS)}.",
             parser=_precision,
             metavar="NAME",
+            rich_help_panel=Heading.TRAINING,
         ),
     ] = None,
     resume: Annotated[
@@ -71,19 +85,29 @@ def train(
     ] = False,
     overwrite: Annotated[
         bool,
-        typer.Option("--overwrite", help="Move an earlier run in --out aside, and begin anew."),
+        typer.Option(
+            "--overwrite",
+            help="Move an earlier run in --out aside, and begin anew.",
+            rich_help_panel=Heading.OUTPUT,
+        ),
     ] = False,
-    json: Json = False,
+    json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one last line of JSON.", rich_help_panel=Heading.OUTPUT),
+    ] = False,
     **given: Any,
 ) -> None:
-    """Train a built-in recipe; it ends with the paths of the model and the report.
+    """Train a built-in recipe.
+
+    It ends with the paths of the model and the report.
 
     Example: spartito train mnist --strategy mirrored --workers 2 --epochs 3
     """
     from spartito.cluster.resolver import joined
 
     if recipe not in RECIPES:
-        raise UserError(f"{recipe!r} is not a recipe", nearest(recipe, RECIPES))
+        hint = f"To run a script: spartito run {recipe}" if recipe.endswith(".py") else ""
+        raise UserError(f"{recipe!r} is not a recipe", hint or nearest(recipe, RECIPES))
     values = {
         "--epochs": epochs,
         "--batch-size": batch_size,

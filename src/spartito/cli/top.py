@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spartito.errors import UserError
+from spartito.names import FOR_DATA, FOR_TASKS, RATE
 from spartito.status import OVER, SILENCE, Status, statuses
 from spartito.wire.addresses import split_address
 
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 EVERY = 1.0
-HEADS = ("task", "phase", "step", "examples/s", "waiting", "data", "staleness", "memory", "last")
+HEADS = ("task", "phase", "step", RATE, FOR_TASKS, FOR_DATA, "staleness", "memory", "last")
 CONTENT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def top(
-    run: Annotated[Path, typer.Argument(help="The run folder.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
     once: Annotated[bool, typer.Option("--once", help="Print the table once.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one line of JSON, once.")] = False,
     listen: Annotated[
@@ -37,7 +38,9 @@ def top(
         ),
     ] = None,
 ) -> None:
-    """Show how each task of a run goes, until Ctrl-C or its end.
+    """Show how each task of a run goes.
+
+    The table lives until Ctrl-C, or until the tasks have ended.
 
     Example: spartito top runs/mnist
     """

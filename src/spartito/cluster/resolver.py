@@ -20,6 +20,7 @@ from spartito.cluster import (
 )
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.errors import UserError
+from spartito.names import ENV_JOB
 from spartito.registry import added_by_packages
 
 
@@ -168,6 +169,22 @@ def remarks(spec: ClusterSpec, env: Mapping[str, str] | None = None) -> tuple[st
     alone = None if applying else slurm.remark(variables)
     found = (passed if others else None, alone, kubernetes.remark(variables))
     return tuple(remark for remark in found if remark)
+
+
+def starter(spec: ClusterSpec, env: Mapping[str, str] | None = None) -> str:
+    """Who says what ``spec`` is, as the user knows it: what he typed, where that started the job.
+
+    Args:
+        spec: The cluster.
+        env: Where it was read; this process's own environment by default.
+    """
+    variables = os.environ if env is None else env
+    by_ranks = spec.source == torchrun.SOURCE
+    if by_ranks and torchrun.RUN in variables:
+        return "torchrun"
+    if ENV_JOB in variables and (by_ranks or spec.source == tf_config.VARIABLE):
+        return "spartito run"
+    return " and ".join(torchrun.COUNTS[:2]) if by_ranks else spec.source
 
 
 def _agrees(resolver: Resolver, spec: ClusterSpec, env: Mapping[str, str]) -> bool:

@@ -12,6 +12,8 @@ from spartito.wire.addresses import address
 COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 VARIABLES = (*COUNTS, "MASTER_ADDR", "MASTER_PORT")
 SOURCE = "torchrun's variables"
+RUN = "TORCHELASTIC_RUN_ID"
+"""What torchrun's own agent sets beside them."""
 
 
 def applies(env: Mapping[str, str]) -> bool:

@@ -54,7 +54,7 @@ class ContainerRunner:
         self.out.mkdir(parents=True, exist_ok=True)
         file = self.out / f"{planned.folder}.yaml"
         file.write_text(compose_file(self.jobs[planned.folder]))
-        words = [sys.executable, "-m", "spartito", "cluster", "up", str(file)]
+        words = [sys.executable, "-m", "spartito", "cluster", "up", "--no-config", str(file)]
         return Launch(words, mixed=True)
 
 

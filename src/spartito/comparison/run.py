@@ -279,8 +279,8 @@ def _by_state(runs: Sequence[Mapping[str, Any]], states: Sequence[str]) -> dict[
 
 def command(plan: Plan, planned: Planned) -> list[str]:
     """What starts the run ``planned``, as a user would type it."""
-    words = [sys.executable, "-m", "spartito", "run", f"--strategy={planned.strategy}"]
-    words += [f"--workers={planned.workers}"]
+    words = [sys.executable, "-m", "spartito", "run", "--no-config"]
+    words += [f"--strategy={planned.strategy}", f"--workers={planned.workers}"]
     words += [f"--ps={planned.ps}"] if planned.ps else []
     words += [f"--link={plan.link}"] if plan.link else []
     words += [f"--slow={task}={fraction}" for task, fraction in planned.slow.items()]

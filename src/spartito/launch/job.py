@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,11 +25,26 @@ from spartito.names import (
     RECIPES,
     nearest,
 )
-from spartito.registry import added_by_packages, default_name, strategy_info, strategy_names
+from spartito.registry import added_by_packages, default_name, strategy_info
 from spartito.urls import is_remote
 
 GROUP = "spartito.launchers"
 """The entry points by which packages add launchers, as commands ``spartito cluster NAME``."""
+
+
+class Heading(StrEnum):
+    """The headings under which ``--help`` lists options, in this order."""
+
+    TRAINING = "Training"
+    STRATEGY = "Strategy"
+    WORKERS = "Workers"
+    MACHINES = "Several machines"
+    RAY = "Ray"
+    RECOVERY = "Recovery"
+    FAULTS = "Faults"
+    PROFILE = "Profile"
+    OUTPUT = "Output"
+    ADVANCED = "Advanced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +55,7 @@ class Option:
     flag: str = ""
     least: int | None = None
     metavar: str | None = None
+    heading: str = ""
 
 
 def option(
@@ -48,6 +65,7 @@ def option(
     flag: str = "",
     least: int | None = None,
     metavar: str | None = None,
+    heading: str = "",
 ) -> Any:
     """A dataclass field that is an option of the command line too.
 
@@ -57,11 +75,12 @@ def option(
         flag: the option, ``--`` and the field's name by default.
         least: the smallest whole number allowed, for fields that are one.
         metavar: what ``--help`` calls the value.
+        heading: what ``--help`` lists it under, one of `Heading`; the launcher's name by default.
 
     Returns:
         The field.
     """
-    return field(default=default, metadata={"option": Option(help, flag, least, metavar)})
+    return field(default=default, metadata={"option": Option(help, flag, least, metavar, heading)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +114,8 @@ class Program:
         if target in RECIPES:
             return cls(target, arguments, "recipe")
         if not Path(target).is_file():
+            if target.endswith(".py"):
+                check_program([target], False)
             raise UserError(
                 f"{target!r} is neither a script nor a recipe", nearest(target, RECIPES)
             )
@@ -168,52 +189,76 @@ class JobSpec:
 
     program: Program
     strategy: str | None = option(
-        f"One of {', '.join(strategy_names())}; options in parentheses, as 'local_sgd(every=20, "
-        "inside=sharded(zero=2))'.",
+        "How tasks train together: a name that 'spartito strategies' lists, with options in "
+        "parentheses, as 'local_sgd(every=20)'.",
         metavar="STRATEGY",
+        heading=Heading.STRATEGY,
     )
     strategy_options: str | None = option(
-        "Further options of the strategy, a JSON object; they win.", metavar="JSON"
+        "Further options of the strategy, a JSON object; they win.",
+        metavar="JSON",
+        heading=Heading.STRATEGY,
     )
     mesh: str | None = option(
-        "The axes over which a model is laid out, as data=2,model=2; the strategy is then mesh "
-        "(pipeline, with an axis of this name), "
-        "unless another is named, and the axes say how many tasks compute.",
+        "Axes over which a model is laid out, as data=2,model=2: short for the strategy mesh, or "
+        "pipeline with an axis of that name.",
         metavar="AXES",
+        heading=Heading.STRATEGY,
     )
     stages: int | None = option(
-        "Parts into which a pipeline divides the layers of a model; the strategy is then pipeline, "
-        "and a task computes each stage, unless --workers or --mesh say more.",
+        "Parts into which a pipeline divides the layers of a model, a task for each: short for the "
+        "strategy pipeline.",
         least=1,
+        heading=Heading.STRATEGY,
     )
     microbatches: int | None = option(
-        "Parts of a batch that pass the stages of a pipeline in turn.", least=1
+        "Parts of a batch that pass the stages of a pipeline in turn.",
+        least=1,
+        heading=Heading.STRATEGY,
     )
     workers: int | None = option(
-        "Tasks that compute: on each machine under run and train (one per GPU, or one, by "
-        "default), in all under cluster.",
+        "Tasks that compute, on each machine (with cluster: in all); by default one per GPU, or "
+        "one.",
         least=1,
+        heading=Heading.WORKERS,
     )
     ps: int = option(
-        "Parameter servers of the job; the strategy is then parameter_server.", 0, least=0
+        "Parameter servers; the strategy is then parameter_server.",
+        0,
+        least=0,
+        heading=Heading.WORKERS,
     )
-    evaluator: bool = option("A task of its own that evaluates each checkpoint.", False)
-    chief: bool = option("With --ps: a task of its own that hands out the work.", False)
+    evaluator: bool = option(
+        "A task of its own that evaluates each checkpoint.", False, heading=Heading.WORKERS
+    )
+    chief: bool = option(
+        "With --ps: a task of its own that hands out the work.", False, heading=Heading.WORKERS
+    )
     ports: str | None = option(
-        "The ports at which tasks may listen, as 29500-29510; by default those of the cluster, "
-        "else what the system draws.",
+        "Ports at which tasks may listen, as 29500-29510; by default the system chooses.",
         metavar="A-B",
+        heading=Heading.MACHINES,
     )
     interface: str | None = option(
-        "The network interface at which tasks listen, as eth1, or its address.", metavar="NAME"
+        "The network interface at which tasks listen, as eth1, or its address.",
+        metavar="NAME",
+        heading=Heading.MACHINES,
     )
     insecure: bool = option(
-        "Leave out TLS, also where others could read what the tasks send.", False
+        "Leave out TLS, also where others could read what the tasks send.",
+        False,
+        heading=Heading.MACHINES,
     )
-    name: str | None = option("The job's name; that of its script by default.", metavar="JOB")
-    out: Path | None = option("The run folder; runs/NAME by default.")
+    name: str | None = option(
+        "The job's name; that of its script by default.", metavar="JOB", heading=Heading.OUTPUT
+    )
+    out: Path | None = option(
+        "The run folder; runs/NAME by default.", metavar="DIR", heading=Heading.OUTPUT
+    )
     data: str | None = option(
-        "The folder with the data, or its URL, as s3://bucket/photos.", metavar="DIR"
+        "The folder with the data, or its URL, as s3://bucket/photos.",
+        metavar="DIR",
+        heading=Heading.ADVANCED,
     )
 
     def __post_init__(self) -> None:

@@ -57,7 +57,9 @@ def parse(recipe: str, epochs: int, batch_size: int, precision: str = "fp32") ->
         return replace(options, resume=True)
     if options.resume and not saved:
         raise UserError(
-            f"--resume: {options.named or 'no run folder'} holds no checkpoint to go on from",
+            f"--resume: {options.named} holds no checkpoint to go on from"
+            if options.named
+            else "--resume without a run folder to go on from",
             "Name the run folder by --out, or start anew without --resume.",
         )
     return options

@@ -97,7 +97,8 @@ def _config(run: Path) -> dict[str, Any]:
         config: dict[str, Any] = json_format.loads((run / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{run} is no run folder: {error}", "Give the folder that --out named in training."
+            f"{run} is no run folder: {getattr(error, 'strerror', None) or error}",
+            "Give the folder that --out named in training.",
         ) from error
     if config.get("recipe", {}).get("name") not in RECIPES:
         raise UserError(

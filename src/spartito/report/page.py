@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spartito.errors import UserError
+from spartito.names import FOR_DATA, RATE
 from spartito.report.bars import Bars, staleness_bars
 from spartito.report.charts import NEUTRAL, SERIES, TRAINING, Chart, Line, drawn, page_colour
 from spartito.report.charts import VALIDATION as VALIDATION_COLOUR
@@ -330,8 +331,8 @@ def _model(model: Mapping[str, Any]) -> str:
 
 def _heading(name: str) -> str:
     short = {
-        "examples_per_second": "examples/s",
-        "data_wait_fraction": "waiting",
+        "examples_per_second": RATE,
+        "data_wait_fraction": FOR_DATA,
         "seconds": "time",
     }
     return short.get(name, label(name))

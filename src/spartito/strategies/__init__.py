@@ -7,7 +7,7 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
-from spartito.cluster.resolver import remarks, resolve
+from spartito.cluster.resolver import remarks, resolve, starter
 from spartito.declared import INSIDE, Declared, declared_by, parse
 from spartito.errors import UserError
 from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
@@ -58,7 +58,8 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     if made.is_chief:
         count, tasks = made.num_replicas, cluster.num_computing
         spread = f" on {tasks} tasks" if tasks > count else ""
-        note("%s, %d replica%s%s (%s)", made, count, "s"[: count > 1], spread, cluster.source)
+        said = made, count, "s"[: count > 1], spread, starter(cluster)
+        note("%s, %d replica%s%s (%s)", *said)
         for remark in remarks(cluster):
             note("%s", remark)
     return made

@@ -15,6 +15,7 @@ import torch
 
 from spartito import __version__, status
 from spartito.aside import put_aside
+from spartito.cluster.resolver import starter
 from spartito.engine.optimizers import unwrap
 from spartito.errors import UnwritableError
 from spartito.notes import note, warn
@@ -177,7 +178,7 @@ class RunFolder(Callback):
             "torch": torch.__version__,
             "python": platform.python_version(),
             "cluster": {
-                "source": cluster.source,
+                "source": starter(cluster),
                 "replicas": trainer.strategy.num_replicas,
                 "tasks": {role: list(tasks) for role, tasks in cluster.addresses.items()},
                 "threads": torch.get_num_threads(),

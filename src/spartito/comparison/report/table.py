@@ -9,7 +9,7 @@ from textwrap import fill
 from spartito.comparison.report.drawings import strategy_colours
 from spartito.comparison.report.outcome import DONE, FAILED, VERBS
 from spartito.comparison.report.results import Comparison, Figures
-from spartito.names import size
+from spartito.names import FOR_DATA, FOR_TASKS, RATE, size
 from spartito.report.bars import Bar, Bars, staleness_bars
 from spartito.report.charts import page_colour
 from spartito.report.figures import (
@@ -133,7 +133,7 @@ def _columns(found: Comparison) -> list[Column]:
         ),
         Column("loss", f"the {label(loss)}", lambda run: figure("loss", run.loss), "loss"),
         Column(
-            "examples/s",
+            RATE,
             "over all workers: examples by seconds, in total, without the first epoch",
             lambda run: _with_range("examples_per_second", run.rate, run.rates),
             "rate",
@@ -151,11 +151,9 @@ def _columns(found: Comparison) -> list[Column]:
             "bytes between tasks, per global step",
             lambda run: or_nothing(run.bytes_per_step, size),
         ),
+        Column(FOR_TASKS, WAITING_IS, lambda run: or_nothing(run.waited_for_tasks, percent)),
         Column(
-            "waits for tasks", WAITING_IS, lambda run: or_nothing(run.waited_for_tasks, percent)
-        ),
-        Column(
-            "waits for data",
+            FOR_DATA,
             "fraction of the workers' time until the next batch was read",
             lambda run: or_nothing(run.waited_for_data, percent),
         ),
@@ -211,7 +209,7 @@ def _throughput(found: Comparison, paint: Mapping[str, str]) -> Bars:
         )
         for run in found.done
     ]
-    return Bars("Throughput, examples/s", rows, REPEATS if any(row.span for row in rows) else "")
+    return Bars(f"Throughput, {RATE}", rows, REPEATS if any(row.span for row in rows) else "")
 
 
 def _with_range(name: str, value: float | None, repeats: Sequence[float]) -> str:

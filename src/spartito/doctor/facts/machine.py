@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from spartito.cluster.endpoints import check_drawn
-from spartito.cluster.resolver import remarks
+from spartito.cluster.resolver import remarks, starter
 from spartito.cluster.spec import NO_RANK, ClusterSpec
 from spartito.collectives.placement import PROCESS_GROUP
 from spartito.declared import declared_by
@@ -66,7 +66,7 @@ def collect(spec: ClusterSpec, env: Mapping[str, str], seconds: float) -> Facts:
         network=f"{machine}/{_link(NETWORK)}",
         cpus=_cpus(machine, quota),
         ipc=host_key(),
-        source=spec.source,
+        source=starter(spec, env),
         plan=plan_of(spec, env, count_gpus(env)),
         remarks=[*remarks(spec, env), *([found.remark] if found.remark else [])],
         cluster={role: list(tasks) for role, tasks in spec.addresses.items()},
@@ -109,7 +109,7 @@ def plan_of(spec: ClusterSpec, env: Mapping[str, str], gpus: int) -> str:
         strategy = f"unknown: {str(error).splitlines()[0]}"
     rank = f"rank {spec.rank} of {spec.world_size}" if spec.rank != NO_RANK else "no replica"
     meeting = f", rendezvous at {spec.rendezvous}" if spec.rendezvous else ""
-    return f"This is {spec.task} by {spec.source}: {rank}, strategy {strategy}{meeting}"
+    return f"This is {spec.task} by {starter(spec, env)}: {rank}, strategy {strategy}{meeting}"
 
 
 def memory(meminfo: Path | None = None, cgroups: Path = CGROUPS, own: Path = CGROUP) -> Memory:

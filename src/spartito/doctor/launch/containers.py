@@ -81,7 +81,7 @@ def doctor_document(
     Environment, limits, networks and volumes stay. What would meet a running job of the same
     file is left out: names and published ports.
     """
-    command = ["python", "-m", "spartito", "doctor", f"--timeout={seconds:g}"]
+    command = ["python", "-m", "spartito", "doctor", "--no-config", f"--timeout={seconds:g}"]
     command += ["--json"] if as_json else []
     own: dict[str, Any] = {
         "command": command,

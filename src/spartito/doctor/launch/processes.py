@@ -72,7 +72,7 @@ def examine_hosts(
 
 
 def _doctor(seconds: float) -> list[str]:
-    return ["-m", "spartito", "doctor", "--json", f"--timeout={checked(seconds)}"]
+    return ["-m", "spartito", "doctor", "--no-config", "--json", f"--timeout={checked(seconds)}"]
 
 
 def _examine(processes: Sequence[Process], as_json: bool) -> int:

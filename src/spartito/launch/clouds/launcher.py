@@ -47,7 +47,9 @@ class Cloud(FileLauncher[Nodes]):
     cpus: str = option("CPUs that each node has at least.", "2", metavar="N")
     memory: str = option("Memory that each node has at least, as 4Gi.", "4Gi", metavar="SIZE")
     spot: bool = option("Nodes that the cloud may take away, for less.", False)
-    setup: tuple[str, ...] = option("A line of the shell that prepares each node.", ())
+    setup: tuple[str, ...] = option(
+        "A line of the shell that prepares each node.", (), metavar="LINE"
+    )
     timeout: int = option("Seconds that a task waits for another.", 600, least=1)
 
     def write(self, planned: Nodes) -> None:

@@ -247,7 +247,9 @@ class Kubernetes(Recovering, FileLauncher[Pods]):
 
 def _start(tpu: TpuSlice | None) -> tuple[str, ...]:
     """What starts the program in a pod: on a TPU a process for each device."""
-    return ("python",) if tpu is None else ("spartito", "run", f"--workers={tpu.tasks}")
+    return (
+        ("python",) if tpu is None else ("spartito", "run", "--no-config", f"--workers={tpu.tasks}")
+    )
 
 
 def _check_names(job: Pods) -> None:

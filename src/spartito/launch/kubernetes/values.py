@@ -77,7 +77,7 @@ def quantity(option: str, text: str) -> Decimal:
     found = QUANTITY.fullmatch(text)
     if found is None:
         raise UserError(
-            f"{option} {text!r} is no quantity in Kubernetes",
+            f"{option} {text!r} is no quantity of CPUs or memory",
             "Write 500m or 2 for CPUs, 512Mi or 4Gi for memory.",
         )
     number, suffix = Decimal(found["number"]), found["suffix"] or ""

@@ -15,7 +15,7 @@ from spartito.cluster.spec import Task
 from spartito.errors import TaskLostError, UserError
 from spartito.launch.functions.outcome import Ending
 from spartito.launch.hosts.plan import check_passed, travelling
-from spartito.launch.job import JobSpec, option
+from spartito.launch.job import Heading, JobSpec, option
 from spartito.launch.on_ray.actor import Node, TaskActor, checksum_of, versions
 from spartito.launch.on_ray.following import Following
 from spartito.launch.on_ray.session import Ended, check_fits, connected, is_there, resources
@@ -69,18 +69,21 @@ class OnRay(Processes):
     ray: str | None = option(
         "Start the tasks as actors of a Ray cluster: its address as HOST:6379, or auto.",
         metavar="ADDRESS",
+        heading=Heading.RAY,
     )
-    cpus: int = option("With --ray: the CPUs of each task.", 1, least=1)
-    gpus: int = option("With --ray: the GPUs of each worker.", 0, least=0)
+    cpus: int = option("With --ray: the CPUs of each task.", 1, least=1, heading=Heading.RAY)
+    gpus: int = option("With --ray: the GPUs of each worker.", 0, least=0, heading=Heading.RAY)
     placement: str = option(
         f"With --ray: how tasks are spread over nodes, one of {', '.join(PLACEMENTS)}.",
         "pack",
         metavar="NAME",
+        heading=Heading.RAY,
     )
     env: tuple[str, ...] = option(
         "With --hosts or --ray: a variable that the other machines get too, by its name.",
         (),
         metavar="NAME",
+        heading=Heading.MACHINES,
     )
     call: bytes | None = None
     ending: Ending | None = None

@@ -8,9 +8,10 @@ import subprocess
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from spartito.names import ENV_JOB
 from spartito.system import KILL_MARKED
 
-MARK = "SPARTITO_JOB"
+MARK = ENV_JOB
 """The environment variable by which those are found that left their process group."""
 
 # Keeps the newest list of process groups, and who has enlisted since; when the pipe closes, the

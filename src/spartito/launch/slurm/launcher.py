@@ -95,7 +95,7 @@ class Slurm(FileLauncher[BatchJob]):
         "A further option of sbatch, as --mail-type=END.", (), metavar="OPTION"
     )
     setup: tuple[str, ...] = option(
-        "A line of the shell before it starts, as 'module load cuda'.", ()
+        "A line of the shell before it starts, as 'module load cuda'.", (), metavar="LINE"
     )
     signal: str | None = option(
         "A signal for each task before the time is over, as USR1@120.", metavar="SIGNAL"

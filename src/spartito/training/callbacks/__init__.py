@@ -28,3 +28,7 @@ __all__ = [
     "TerminateOnNaN",
     "WandbLogger",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__  # the TAB key shows the API alone

@@ -22,3 +22,7 @@ __all__ = [
     "Recall",
     "TorchMetric",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__  # the TAB key shows the API alone

@@ -1,0 +1,79 @@
+"""The command ``spartito report``: the page of a run, a comparison or a survey of faults."""
+
+from __future__ import annotations
+
+import os
+import sys
+import webbrowser
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spartito.errors import UserError
+
+COMPARISON, REPORT = "compare.html", "report.html"
+READ = ("config.json", "history.jsonl", "evaluations.jsonl")
+"""What the report of a run is made of."""
+
+
+def report(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a run, or of a comparison.")
+    ],
+    open: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+) -> None:
+    """Write the report of a run, and open it.
+
+    It is made from the files of the folder, as far as the run has come.
+
+    Example: spartito report runs/mnist --open
+    """
+    path = page_of(run)
+    print(path)
+    if open and not shown(path, os.environ):
+        print("spartito: no browser can be opened here: open the file by hand", file=sys.stderr)
+
+
+def page_of(run: Path) -> Path:
+    """The page of a folder; that of a run is written anew where something is newer.
+
+    Args:
+        run: The folder.
+
+    Returns:
+        Its path.
+
+    Raises:
+        UserError: There is nothing to report.
+    """
+    if not run.is_dir():
+        raise UserError(f"{run} is no folder", "Name the run folder: --out, or Trainer(run_dir).")
+    if (run / COMPARISON).is_file():
+        return run / COMPARISON
+    page, files = run / REPORT, [run / name for name in READ if (run / name).exists()]
+    if page.exists() and all(_written(page) >= _written(file) for file in files):
+        return page
+    from spartito.report import write_report
+
+    return write_report(run)
+
+
+def shown(page: Path, env: Mapping[str, str], system: str = sys.platform) -> bool:
+    """Whether a browser with windows shows the page now.
+
+    Args:
+        page: The file.
+        env: Where a display and a browser are named.
+        system: As ``sys.platform``.
+    """
+    display = system == "darwin" or any(
+        env.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
+    )
+    # Without a display the module would start a browser of the terminal, and wait for it.
+    return display and webbrowser.open(page.resolve().as_uri())
+
+
+def _written(file: Path) -> int:
+    return file.stat().st_mtime_ns
