@@ -12,9 +12,7 @@ from tests import processes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--chosen", type=Path, help="a file of the tests to run, and of the limit of each"
-    )
+    parser.addoption("--chosen", type=Path, help="a file of the tests to run, with limits")
     parser.addoption("--entered", type=Path, help="the folder that the recorder writes to")
 
 

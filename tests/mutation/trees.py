@@ -148,10 +148,10 @@ class Tree:
         source = self.folder / "src"
         shutil.copy(Path(__file__).with_name("recorder.py"), source / "recorder.py")
         init = source / "spartito" / "__init__.py"
-        with _changed(init, init.read_bytes() + b"\nimport recorder\n"):
-            with ThreadPoolExecutor(processes) as pool:
-                for part, its in parts.items():
-                    pool.submit(self._pytest, [f"--entered={folder}", *its], {PART: part})
+        recording = init.read_bytes() + b"\nimport recorder\n"
+        with _changed(init, recording), ThreadPoolExecutor(processes) as pool:
+            for part, its in parts.items():
+                pool.submit(self._pytest, [f"--entered={folder}", *its], {PART: part})
         entered: defaultdict[str, set[str]] = defaultdict(set)
         reached: defaultdict[str, set[str]] = defaultdict(set)
         seconds: defaultdict[str, float] = defaultdict(float)
@@ -206,9 +206,9 @@ class Tree:
         failure = found[1] if found else ""
         if "from pytest-timeout" in text:
             return "timeout", failure
-        if code in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR):
-            if not any(word in text for word in BROKEN_BY_MUTANTS):
-                raise RuntimeError(f"pytest does not run: {text[-2000:]}")
+        broken = code in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
+        if broken and not any(word in text for word in BROKEN_BY_MUTANTS):
+            raise RuntimeError(f"pytest does not run: {text[-2000:]}")
         # With no tests the list of them is old.
         known = {pytest.ExitCode.OK: "survived", pytest.ExitCode.NO_TESTS_COLLECTED: "untested"}
         return known.get(pytest.ExitCode(code), "killed") if code >= 0 else "killed", failure

@@ -24,7 +24,7 @@ HEAVY = (
 def main() -> None:
     """Serve: a line of JSON has the words for pytest, and the file for what it prints.
 
-    The answer is the process, and later its exit code.
+    The reply is the process, and later its exit code.
     """
     for name in HEAVY:
         import_module(name)

@@ -286,6 +286,7 @@ def _columns(epochs: Sequence[Epoch]) -> list[str]:
     there = dict.fromkeys(name for epoch in epochs for name in epoch)
     pairs = [n for name in metric_names(there) for n in (name, VALIDATION + name)]
     order = ["epoch", "step", *pairs, "seconds", "examples_per_second", "data_wait_fraction"]
+    order += ["redone"] if any(epoch.get("redone") for epoch in epochs) else []
     return [name for name in order if name in there]
 
 
@@ -332,6 +333,7 @@ def _heading(name: str) -> str:
     short = {
         "examples_per_second": "examples/s",
         "data_wait_fraction": "waiting",
+        "redone": "done again",
         "seconds": "time",
     }
     return short.get(name, label(name))
