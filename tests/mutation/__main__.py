@@ -45,6 +45,18 @@ def verdict(
     return wrong
 
 
+def folders_of(tests: Sequence[str]) -> list[list[str]]:
+    """What is recorded together: each folder of tests below those that are named, and its files."""
+    found: list[list[str]] = []
+    for name in tests:
+        below = sorted(one.parent.relative_to(ROOT) for one in (ROOT / name).glob("*/test_*.py"))
+        files = sorted(one.relative_to(ROOT) for one in (ROOT / name).glob("test_*.py"))
+        found += [[str(one)] for one in dict.fromkeys(below)]
+        found += [[str(one) for one in files]] if below and files else []
+        found += [] if below else [[name]]
+    return found
+
+
 def run_all(
     chosen: Sequence[Mutant], trees: Sequence[Tree], tests: Map, budget: float
 ) -> list[tuple[Mutant, str]]:
@@ -59,7 +71,7 @@ def run_all(
             return mutant, "untested"
         tree, begin = free.get(), time.monotonic()
         try:
-            found, failure = tree.run(mutant, names, sum(tests.seconds[name] for name in names))
+            found, failure = tree.run(mutant, {name: tests.seconds[name] for name in names})
         finally:
             free.put(tree)
         print(f"{found:9}{time.monotonic() - begin:6.0f} s  {mutant.key}  {failure}", flush=True)
@@ -82,30 +94,34 @@ def main() -> int:
     parser.add_argument(
         "--keep-map",
         action="store_true",
-        help="take the last run's list of which test enters what, if there is one",
+        help="go on with the last run's list of which test comes where, if there is one",
     )
+    parser.add_argument("--record", action="store_true", help="make that list, and run nothing")
     parser.add_argument(
         "--tests", nargs="+", default=["tests"], help="the tests that may notice (default: all)"
     )
     parser.add_argument("--list", action="store_true", help="name the mutants, and run nothing")
     chosen = parser.parse_args()
     every = mutants(SOURCES, ["."])
-    wanted = [
+    drawn = [
         one
-        for one in every
+        for one in sample(every, chosen.count, chosen.seed)
         if (chosen.only or "") in one.key
         and (chosen.packages is None or one.path.split("/")[0] in chosen.packages)
     ]
-    drawn = sample(wanted, chosen.count, chosen.seed)
     if chosen.list:
         print(*(one.key for one in drawn), sep="\n")
         return 0
     with ExitStack() as stack:
         trees = [stack.enter_context(tree()) for _ in range(chosen.jobs)]
-        if not (chosen.keep_map and MAP.exists()):
-            print("Which test enters which function ...", flush=True)
-            trees[0].record(chosen.tests, chosen.jobs).save(MAP)
-        tests = Map.load(MAP)
+        tests = Map.load(MAP) if chosen.keep_map and MAP.exists() else Map({}, {}, [])
+        for target in folders_of(chosen.tests):
+            if not {*target} <= {*tests.targets}:
+                print(f"Which test comes where: {', '.join(target)}", flush=True)
+                tests |= trees[0].record(target, chosen.jobs, drawn)
+                tests.save(MAP)
+        if chosen.record:
+            return 0
         if tests.failed:
             print(f"left out, as they fail without a mutant: {', '.join(tests.failed)}")
         results = run_all(drawn, trees, tests, chosen.budget)

@@ -71,6 +71,11 @@ class Mutant:
         start, end = self.span
         return source[:start] + self.after.encode() + source[end:]
 
+    def lines(self, source: bytes) -> tuple[int, int]:
+        """The first and the last line of the file that the change is in."""
+        first, last = (source.count(b"\n", 0, at) + 1 for at in self.span)
+        return first, last
+
 
 def mutants(root: Path, packages: Iterable[str]) -> list[Mutant]:
     """All mutants of the packages below ``root``."""

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--chosen", type=Path, help="a file of the tests to run, in this order")
+    parser.addoption("--chosen", type=Path, help="a file of the tests to run, with limits")
     parser.addoption("--entered", type=Path, help="the folder that the recorder writes to")
 
 
@@ -22,10 +24,20 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if file := config.getoption("--chosen"):
-        order = {test: number for number, test in enumerate(file.read_text().splitlines())}
+        limits = json.loads(file.read_text())
+        order = {test: number for number, test in enumerate(limits)}
         items[:] = sorted(
             (item for item in items if item.nodeid in order), key=lambda item: order[item.nodeid]
         )
+        for item in items:
+            item.add_marker(pytest.mark.timeout(limits[item.nodeid]), append=False)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Processes of tests are forked from this one, which has imported what they need."""
+    if session.config.getoption("--chosen") and session.items:
+        processes.preload()
+        processes.fork_server()
 
 
 class Recording:

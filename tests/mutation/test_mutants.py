@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.__main__ import EXPLAINED, SOURCES, explained, verdict
+from tests.mutation.__main__ import EXPLAINED, SOURCES, explained, folders_of, verdict
 from tests.mutation.mutants import Mutant, mutants, of_source, sample
 from tests.mutation.trees import ROOT, Map, tree
 
@@ -118,17 +118,58 @@ def test_a_mutant_acts_in_a_copy_and_in_the_children_of_its_tests() -> None:
         file.write_text(MADE)
         (copied.folder / "tests" / "test_made.py").write_text(TEST)
         (mutant, *_) = (one for one in mutants(file.parent, ["."]) if one.path == "made.py")
-        recorded = copied.record(["tests/test_made.py"], 1)
+        recorded = copied.record(["tests/test_made.py"], 1, [mutant])
         assert recorded.failed == []
+        assert recorded.reached == {mutant.key: ["tests/test_made.py::test_in_a_replica"]}
         tests = recorded.tests_of(mutant, 60)
         assert tests == ["tests/test_made.py::test_in_a_replica"]
-        outcome, failure = copied.run(mutant, tests, 60)
+        outcome, failure = copied.run(mutant, dict.fromkeys(tests, 20.0))
         assert outcome == "killed"
         assert failure.startswith(tests[0])
         assert file.read_text() == MADE
         harmless = replace(mutant, after="x + x")
-        assert copied.run(harmless, tests, 60) == ("survived", "")
+        assert copied.run(harmless, dict.fromkeys(tests, 20.0)) == ("survived", "")
+        endless = replace(mutant, after="[y for y in iter(int, 1)][0]")
+        assert copied.run(endless, dict.fromkeys(tests, -6.0))[0] == "timeout"
     assert not (ROOT / "src" / "spartito" / "made.py").exists()
+
+
+def test_a_map_grows_by_what_is_recorded(tmp_path: Path) -> None:
+    one = Map({"a.py: f": ["x"], "b.py: g": ["x"]}, {"x": 1.0}, ["x"], {"key": ["x"]}, ["first"])
+    both = one | Map({"a.py: f": ["y"]}, {"y": 2.0}, [], {"key": ["y"]}, ["second"])
+    both.save(tmp_path / "map.json")
+    assert Map.load(tmp_path / "map.json") == Map(
+        {"a.py: f": ["x", "y"], "b.py: g": ["x"]},
+        {"x": 1.0, "y": 2.0},
+        ["x"],
+        {"key": ["x", "y"]},
+        ["first", "second"],
+    )
+
+
+def test_tests_are_recorded_by_folder() -> None:
+    *folders, files = folders_of(["tests"])
+    assert ["tests/mesh"] in folders
+    assert "tests/test_folders.py" in files
+    assert folders_of(["tests/mesh", "tests/test_folders.py"]) == [
+        ["tests/mesh"],
+        ["tests/test_folders.py"],
+    ]
+
+
+def test_tests_that_come_to_the_lines_are_run_and_those_of_the_package_come_first() -> None:
+    mutant = Mutant("mesh/a.py", "f", (0, 1), "1", "2")
+    seconds = {"tests/ps/x": 1.0, "tests/mesh/y": 2.0, "tests/ps/z": 0.5}
+    tests = Map({"mesh/a.py: f": [*seconds]}, seconds, [])
+    assert tests.tests_of(mutant, 60) == ["tests/ps/z", "tests/mesh/y", "tests/ps/x"]
+    found = replace(tests, reached={mutant.key: ["tests/ps/x"]})
+    assert found.tests_of(mutant, 60) == ["tests/ps/x"]
+
+
+def test_the_lines_of_a_mutant(found: list[Mutant]) -> None:
+    by_key = {one.key: one.lines(SOURCE.encode()) for one in found}
+    assert by_key["cell.py: Cell.fits: 4 -> 5"] == (16, 16)
+    assert by_key["cell.py: Cell.fits: raise ValueError -> pass"] == (14, 14)
 
 
 def test_the_quickest_tests_come_first_up_to_the_budget() -> None:

@@ -70,6 +70,14 @@ def test_the_same_files_give_the_same_page(run_dir: Path) -> None:
     assert page(run_dir) == first
 
 
+def test_an_epoch_says_what_was_done_again(tmp_path: Path) -> None:
+    epochs = [{"epoch": n + 1, "step": n, "loss": 1.0, "redone": 19 * n} for n in range(2)]
+    text = page(history(tmp_path, *map(json.dumps, epochs)))
+    assert '<th scope="col">done again</th>' in text
+    assert "<td>19</td>" in text
+    assert "done again" not in page(history(tmp_path, json.dumps(epochs[0])))
+
+
 def test_what_the_user_wrote_is_escaped(run_dir: Path) -> None:
     config = json.loads((run_dir / "config.json").read_text())
     config["model"]["name"] = "<script>alert(1)</script>"

@@ -36,6 +36,12 @@ def applied_once(found: Job, servers: int) -> None:
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
+def history(found: Job) -> dict[str, list[Any]]:
+    """What the chief's only training came to."""
+    (figures,) = found.result(chief(found))["histories"]
+    return dict(figures)
+
+
 def chief(found: Job) -> str:
     return "chief 0" if "chief" in found.cluster else "worker 0"
 
@@ -58,6 +64,7 @@ def test_a_killed_worker_costs_nothing(tmp_path: Path, bound: int | None, server
         applied_once(found, servers)
         histories = [found.result(name)["histories"] for name in ("worker 0", "worker 2")]
         assert histories[0] == histories[1]
+        assert history(found)["redone"] == [0] * 4  # what a worker had not pushed is not lost
         if bound:
             assert max(map(int, found.record("ps 0")["staleness"])) <= bound
 
@@ -200,7 +207,13 @@ def test_a_killed_server_goes_on_from_its_snapshot(tmp_path: Path, bound: int | 
         assert found.record("ps 1")["lost"] == lost
         assert found.record("ps 0")["lost"] == 0
         assert found.said("ps 1", f"snapshot of update 0; updates lost so far: {lost}")
-        assert found.said("worker 0", r"ps 1 .* was started again: \d+ work items are done")
+        redone = history(found)["redone"]
+        assert len(redone) == asked.epochs
+        assert sum(redone) >= lost
+        said = f"ps 1 .* was started again: {sum(redone)} work items are done again"
+        assert found.said("worker 0", said)
+        lines = (tmp_path / "run" / "history.jsonl").read_text().splitlines()
+        assert [json.loads(line)["redone"] for line in lines] == redone
         warned = found.said("worker 0", "computed with newer values of the other servers")
         assert warned == (bound == 0)
 
@@ -217,6 +230,7 @@ def test_a_server_that_dies_twice_counts_all_that_was_lost(tmp_path: Path) -> No
             found.go("worker 0")
         found.finish()
         assert found.record("ps 0")["lost"] == lost
+        assert sum(history(found)["redone"]) >= lost
         applied_once(found, 1)
 
 
@@ -272,7 +286,7 @@ def without_a_chief(found: Job) -> None:
     applied_once(found, 2)
     result = found.result("chief 0")
     assert result["steps"] == found.asked.plan
-    assert [len(figures) for figures in result["histories"][0].values()] == [found.asked.epochs] * 4
+    assert [len(figures) for figures in result["histories"][0].values()] == [found.asked.epochs] * 5
     assert result["histories"] == found.result("worker 1")["histories"]
     lines = (found.folder / "run" / "history.jsonl").read_text().splitlines()
     assert [json.loads(line)["epoch"] for line in lines] == [1, 2, 3]
@@ -332,7 +346,7 @@ def test_a_job_that_was_killed_ends_at_its_own_last_step(tmp_path: Path) -> None
         result = found.result("chief 0")
         assert result["steps"] == asked.plan
         assert result["lr"] == asked.rate * 0.5 ** (asked.plan // 4), found.text
-        assert [len(figures) for figures in result["histories"][0].values()] == [3, 3]
+        assert [len(figures) for figures in result["histories"][0].values()] == [3, 3, 3]
 
 
 def _step(path: Path) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 BOOKKEEPING = (
     "epoch", "step", "seconds", "examples_per_second", "data_wait_fraction",
     "meetings", "drift", "bytes_between_groups",
-    "merges", "merged_alone", "staleness", "rejected",
+    "merges", "merged_alone", "staleness", "rejected", "redone",
     "meetings_of_sites", "drift_of_sites", "bytes_between_sites",
     "meeting_wait_fraction", "meeting_exchange_fraction",
 )  # fmt: skip
@@ -61,7 +61,7 @@ def figure(name: str, value: float | None) -> str:
         return "∞" if value > 0 else "−∞"
     if is_fraction(name):
         return f"{value:.1%}" if name.endswith("_wait_fraction") else f"{value:.2%}"
-    if name in ("epoch", "step"):
+    if name in ("epoch", "step", "redone"):
         return f"{value:,.0f}"
     if name == "examples_per_second":
         return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"

@@ -287,6 +287,7 @@ def _columns(epochs: Sequence[Epoch]) -> list[str]:
     there = dict.fromkeys(name for epoch in epochs for name in epoch)
     pairs = [n for name in metric_names(there) for n in (name, VALIDATION + name)]
     order = ["epoch", "step", *pairs, "seconds", "examples_per_second", "data_wait_fraction"]
+    order += ["redone"] if any(epoch.get("redone") for epoch in epochs) else []
     return [name for name in order if name in there]
 
 
@@ -333,6 +334,7 @@ def _heading(name: str) -> str:
     short = {
         "examples_per_second": RATE,
         "data_wait_fraction": FOR_DATA,
+        "redone": "done again",
         "seconds": "time",
     }
     return short.get(name, label(name))

@@ -36,6 +36,9 @@ from spartito.steps.task_end import cause, told, uncaught
 
 T = TypeVar("T")
 
+REDONE = "redone"
+"""The figure of an epoch: work items that were given out again, as a server had forgotten them."""
+
 
 class LeasedCoordination(Coordination):
     """Workers that never meet: the chief leases work to them and publishes what it decides.
@@ -64,6 +67,7 @@ class LeasedCoordination(Coordination):
         self.met: At = NOWHERE
         """Where all groups were when their states were brought together; for the next position."""
         self._told = 0  # dropped pushes that a result has told of
+        self._redone = 0  # work items of which figures have told that they were done again
         self._stopped = False
         self._encoded, self._timetable = b"", Timetable()
         self._seen = Values(0, 0, 0, 0)
@@ -111,6 +115,7 @@ class LeasedCoordination(Coordination):
         return {
             "seen": msgspec.structs.astuple(self._seen)[:4],
             "told": self._told,
+            "redone": self._redone,
             "opened": self._opened,
             "published": self.chief.published,
             "options": settings(self._pairs.only.optimizer),
@@ -123,6 +128,7 @@ class LeasedCoordination(Coordination):
             return
         self._went_on, self._first_epoch = True, first
         self._seen, self._told = Values(*state["seen"]), state["told"]
+        self._redone = state["redone"]
         self._opened, self.chief.published = state["opened"], state["published"]
         set_options(self._pairs.only.optimizer.param_groups, state["options"])
         self.chief.go_on(self._planner, state["planner"], self._seen.pushes // self.shards)
@@ -162,10 +168,17 @@ class LeasedCoordination(Coordination):
         return {**super().describe(), **figures}
 
     def figures(self, own: Sequence[float]) -> dict[str, float]:
-        """Of groups that train apart: their losses, merges, staleness, rejections and bytes."""
-        if self.chief is None or self._job is None or not self._job.rules.every:
+        """What was done again after a server was lost; of groups that train apart what was merged.
+
+        Those figures are losses, merges, staleness, rejections and bytes.
+        """
+        if self.chief is None or self._job is None:
             return {}
-        return groups.figures(self.chief.coordinator.meetings.take(), self.shards)
+        before, self._redone = self._redone, self.chief.lost
+        found: dict[str, float] = {REDONE: self._redone - before}
+        if self._job.rules.every:
+            found |= groups.figures(self.chief.coordinator.meetings.take(), self.shards)
+        return found
 
     @contextmanager
     def during(self, purpose: str, optimizer: Optimizer | None = None) -> Generator[None]:
