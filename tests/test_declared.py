@@ -287,7 +287,11 @@ def test_strategies_built_in_python_have_a_text() -> None:
 
     alone = sp.ClusterSpec.alone()
     built = sp.LocalSGDStrategy(
-        1, 5, outer, inside=sp.ShardedStrategy(zero=2, cluster=alone), cluster=alone
+        groups=1,
+        every=5,
+        outer=outer,
+        inside=sp.ShardedStrategy(zero=2, cluster=alone),
+        cluster=alone,
     )
     name = f'"{outer.__qualname__}"'
     assert str(built) == f"local_sgd(every=5, groups=1, outer={name}, inside=sharded(zero=2))"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -24,7 +25,10 @@ def attach(
             return getattr(importlib.import_module(names[name]), name)
         if modules and name in modules:
             return importlib.import_module(modules[name])
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        known = [*names, *(modules or ())]
+        close = [] if name.startswith("_") else get_close_matches(name, known, n=1)
+        guess = f"; did you mean {close[0]!r}?" if close else ""
+        raise AttributeError(f"module {package!r} has no attribute {name!r}{guess}")
 
     def dir_() -> list[str]:
         own = {name for name in vars(module) if name.startswith("__")}

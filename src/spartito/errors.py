@@ -12,9 +12,12 @@ SpartitoError               1
 from __future__ import annotations
 
 import io
+import os
 import sys
 import traceback
 from types import TracebackType
+
+from spartito.names import ENV_TRACEBACK
 
 EXIT_USER = 2
 EXIT_TASK_LOST = 69
@@ -92,6 +95,42 @@ def show(error: BaseException, in_hook: bool = False) -> int:
     return error.exit_code if isinstance(error, SpartitoError) else 1
 
 
+def brief(error: BaseException, found: TracebackType | None) -> TracebackType | None:
+    """The traceback of an error in a user's model without the frames of Spartito and torch.
+
+    Args:
+        error: What was raised; another one, which has no note of ours, keeps its traceback.
+        found: Its traceback.
+
+    Returns:
+        The user's own frames, and the last one, where it was raised.
+    """
+    notes = getattr(error, "__notes__", ())
+    whole = os.environ.get(ENV_TRACEBACK, "0") not in ("", "0")
+    if whole or not any("spartito:" in note for note in notes):
+        return found
+    frames: list[TracebackType] = []
+    while found is not None:
+        frames.append(found)
+        found = found.tb_next
+    kept = [frame for frame in frames[:-1] if not _is_inner(frame)] + frames[-1:]
+    if left_out := len(frames) - len(kept):
+        error.add_note(
+            f"spartito: {left_out} frames of Spartito and torch are left out; "
+            f"{ENV_TRACEBACK}=1 shows them"
+        )
+    made: TracebackType | None = None
+    for frame in reversed(kept):
+        made = TracebackType(made, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    error.__traceback__ = made  # which Python's own hook prints, whatever it is given
+    return made
+
+
+def _is_inner(frame: TracebackType) -> bool:
+    module = str(frame.tb_frame.f_globals.get("__name__", ""))
+    return module.partition(".")[0] in ("spartito", "torch")
+
+
 def install_excepthook() -> None:
     """Chain ``sys.excepthook`` so that our own errors end a plain ``python script.py`` well.
 
@@ -110,7 +149,7 @@ def install_excepthook() -> None:
             raise SystemExit(show(error, in_hook=True))
         if isinstance(error, PreemptedError):
             raise SystemExit(error.exit_code)
-        previous(kind, error, traceback)
+        previous(kind, error, brief(error, traceback))
 
     hook._spartito = True  # type: ignore[attr-defined]
     sys.excepthook = hook

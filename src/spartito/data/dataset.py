@@ -189,8 +189,10 @@ class Dataset:
         Raises:
             UserError: A size below 1, or the data has batches already.
         """
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise UserError(f"batch({batch_size!r})", "A global batch has at least one example.")
+        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+            raise UserError(
+                f"a batch size of {batch_size!r}", "It is a whole number of 1 or more: 32."
+            )
         if self.batched or isinstance(self.source, BatchStream | PerWorker):
             raise UserError(f"batch({batch_size}) of batches", "Batch once, after .map/.shuffle.")
         return replace(self, batch_size=batch_size, drop_remainder=drop_remainder)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import msgspec
@@ -75,6 +76,10 @@ def forward(model: nn.Module, data: Any, has_loss: bool = True) -> Any:
         if isinstance(data, tuple | list):
             return model(data[0]) if has_loss else model(*data)
         return model(data)
+    except TypeError as error:
+        if (refusal := _not_called_so(model, data, has_loss)) is None:
+            raise
+        raise refusal from error
     except RuntimeError as error:
         whole = next((t for t in leaves(data) if t.dtype in _WHOLE), None)
         if whole is None or not any(word in str(error) for word in _WHOLE[whole.dtype]):
@@ -83,6 +88,50 @@ def forward(model: nn.Module, data: Any, has_loss: bool = True) -> Any:
             f"the model does not take an input of {describe(whole)}: {error}",
             "Make it floating: .map(lambda x, y: (x / 255, y)), or sp.data.Rescale(1 / 255).",
         ) from error
+
+
+def _not_called_so(model: nn.Module, data: Any, has_loss: bool) -> UserError | None:
+    """The error for data that the model's ``forward`` does not take; None where it takes it."""
+    inner: Any = getattr(model, "module", model)
+    form = signature(getattr(inner, "_orig_mod", inner).forward)
+    named: dict[str, Any] = {}
+    given: tuple[Any, ...] = (data,)
+    if isinstance(data, dict):
+        named, given = {k: v for k, v in data.items() if k != "y" or not has_loss}, ()
+    elif isinstance(data, tuple | list):
+        given = tuple(data[:1]) if has_loss else tuple(data)
+    try:
+        form.bind(*given, **named)
+    except TypeError as why:
+        what = f"{type(inner).__name__}.forward{form} does not take the data: {why}"
+        if named:
+            does = (
+                'The keys of a dict are forward\'s arguments, and "y" is the target: rename them '
+                "by .map, or give (x, y)."
+            )
+        elif has_loss:
+            does = "It gets the first part of (x, y)."
+        else:
+            does = (
+                "Without loss= the model gets all parts, and computes the loss: give the Trainer "
+                "a loss=."
+            )
+        return UserError(what, does)
+    if any(isinstance(part, str) for part in _strings(data)):
+        return UserError(
+            f"{type(inner).__name__} does not take texts", "Tokenize them first: .map(tokenizer)."
+        )
+    return None
+
+
+def _strings(data: Any) -> Iterator[Any]:
+    if isinstance(data, Mapping):
+        data = tuple(data.values())
+    if isinstance(data, tuple | list):
+        for part in data:
+            yield from _strings(part)
+    else:
+        yield data
 
 
 _WHOLE = {torch.uint8: ("Byte", "unsigned char"), torch.int64: ("Long", "long int")}
@@ -296,6 +345,8 @@ def make_loss(given: LossFunction | None) -> LossFunction | None:
             f"loss={given!r} is not a function",
             "Give a torch loss, as torch.nn.CrossEntropyLoss(), or a function (output, target).",
         )
+    if given is not None:
+        _check_takes_two(given)
     if given is not None and getattr(given, "reduction", "mean") == "sum":
         raise UserError(
             f"{type(given).__name__}(reduction='sum')",
@@ -305,6 +356,23 @@ def make_loss(given: LossFunction | None) -> LossFunction | None:
         if given is function:
             return module()
     return given
+
+
+def _check_takes_two(loss: Any) -> None:
+    """Refuse a loss that is not one of output and target."""
+    called = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        form = signature(called)
+    except (TypeError, ValueError):  # of a function in C nobody knows
+        return
+    try:
+        form.bind(None, None)
+    except TypeError as why:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise UserError(
+            f"loss={name}{form} is called with the output and the target: {why}",
+            "Write loss=lambda output, target: ...",
+        ) from None
 
 
 _MODULES: dict[LossFunction, type[nn.Module]] = {

@@ -14,7 +14,7 @@ from spartito.steps.team import Team
 from spartito.strategies.declaration import Strategy
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class CentralStorageStrategy(Strategy):
     """Replicas of one machine and one copy of the parameters, in memory that all of them share.
 

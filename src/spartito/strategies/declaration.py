@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -26,6 +27,7 @@ from spartito.engine.devices import choose_device
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike
 from spartito.errors import UserError
+from spartito.names import nearest
 from spartito.registry import OF_THE_JOB, strategy_info
 from spartito.steps.coordination import Coordination
 from spartito.steps.distributed import Distributed, StepResult
@@ -103,6 +105,18 @@ class Strategy:
     communication: str = "auto"
     flush_denormals: bool = True
     recovery: Recovery | None = None
+
+    def __new__(cls, *given: Any, **options: Any) -> Self:
+        """Refuse what is no option by a message, before anything is set."""
+        form = signature(cls.__init__)
+        try:
+            form.bind(None, *given, **options)
+        except TypeError as why:
+            known = [name for name in form.parameters if name != "self"]
+            unknown = next((name for name in options if name not in known), "")
+            hint = nearest(unknown, known) if unknown else f"Known: {', '.join(known)}."
+            raise UserError(f"{cls.__name__}(): {why}", hint) from None
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         choose_device(self.device, self.cluster)
@@ -449,18 +463,26 @@ class Strategy:
         """
         self.engine.load(state)
 
-    def backward(self, losses: Any, batch: Batch) -> None:
+    def backward(self, losses: Any, batch: Batch | None = None) -> None:
         """Compute gradients; for loops of one's own.
 
         Several calls before an update add up, as in torch: each is a mean over its own batch.
 
         Args:
             losses: One loss per example, their mean, or (sum, weight).
-            batch: The batch that they are of.
+            batch: The batch that they are of, which tells what they weigh.
+
+        Raises:
+            UserError: The batch is missing, or the losses have no gradient.
         """
+        if batch is None:
+            raise UserError(
+                "backward(loss) without the batch that tells what the loss weighs",
+                "Write strategy.backward(loss, batch).",
+            )
         self.engine.backward(losses, batch)
 
-    def update(self, optimizer: Optimizer) -> None:
+    def update(self, optimizer: Optimizer | None = None) -> None:
         """Reduce the gradients, let the optimizer step, and clear them; for loops of one's own.
 
         ``optimizer.step()`` after `backward` does the same.
@@ -472,6 +494,11 @@ class Strategy:
             UserError: If `prepare` was told to accumulate, where tasks update together, or the
                 gradients are not those of `backward`.
         """
+        if optimizer is None:
+            raise UserError(
+                "update() without an optimizer",
+                "Write strategy.update(optimizer): what prepare gave.",
+            )
         self.engine.update(optimizer)
 
     def reduce(self, op: str, value: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from spartito.steps.team import Team
 from spartito.strategies.declaration import Strategy, nested
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LocalSGDStrategy(Strategy):
     """Groups of replicas that meet every so many updates (Stich 2019; DiLoCo, Douillard 2023).
 

@@ -22,7 +22,7 @@ from spartito.steps.topology import Grid
 from spartito.strategies.declaration import Strategy
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class MeshStrategy(Strategy):
     """Tensors are cut along the axes of a mesh, by rules about their named dims.
 

@@ -11,7 +11,7 @@ from spartito.steps.team import Team
 from spartito.strategies.declaration import Strategy
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class MirroredStrategy(Strategy):
     """One replica per process, all on this machine: shared memory on CPUs, NCCL on GPUs.
 

@@ -13,7 +13,7 @@ from spartito.steps.team import Team
 from spartito.strategies.declaration import Strategy
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class MultiWorkerMirroredStrategy(Strategy):
     """One replica per process, on any machines: shared memory inside a machine, sockets between.
 

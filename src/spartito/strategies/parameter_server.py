@@ -31,7 +31,7 @@ MIRRORED = "multi_worker_mirrored"
 """What groups hold, unless something else is said."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ParameterServerStrategy(Strategy):
     """Workers push gradients to parameter servers and pull values, each at its own speed.
 

@@ -27,7 +27,7 @@ from spartito.steps.topology import Grid
 from spartito.strategies.declaration import Strategy
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PipelineStrategy(Strategy):
     """The layers of a model are divided among tasks; batches pass them in microbatches.
 

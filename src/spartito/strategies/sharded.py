@@ -16,7 +16,7 @@ from spartito.steps.topology import Rows
 from spartito.strategies.declaration import Strategy
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedStrategy(Strategy):
     """One model, kept in shards by the replicas that train it; each reads its own data shard.
 

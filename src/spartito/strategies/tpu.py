@@ -15,7 +15,7 @@ from spartito.steps.team import Team
 from spartito.strategies.declaration import Strategy
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TPUStrategy(Strategy):
     """One replica per process, one process per chip, over the chips of one or more slices.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -173,7 +174,8 @@ def _translated(
     for word, value in given.items():
         mine = ALIASES[name].get(word, word)
         if mine not in ours:
-            hint = HINTS[name].get(word) or nearest(word, ours)
+            near = get_close_matches(word, HINTS[name], n=1, cutoff=0.8)
+            hint = HINTS[name].get(near[0] if near else word) or nearest(word, ours)
             raise UserError(f"{name}() has no argument {word!r}", hint)
         if mine in found or (mine != word and mine in given):
             raise UserError(f"{name}() has {mine} twice", f"{word} means {mine}: give one of them.")

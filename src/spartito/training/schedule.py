@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from inspect import signature
 from typing import Any
 
 from torch.optim import Optimizer
@@ -156,12 +157,27 @@ def make_scheduler(given: SchedulerLike | None, optimizer: Optimizer) -> Schedul
     """The scheduler that a user gave, or has a function make; `UserError` if it is another's."""
     if given is None:
         return None
-    made = given if isinstance(given, LRScheduler) else given(optimizer)
+    made = given if isinstance(given, LRScheduler) else _made(given, optimizer)
     if made.optimizer is not optimizer:
         raise UserError(
             f"the {type(made).__name__} schedules another optimizer than the trainer's",
             "Give a function: scheduler=lambda optimizer: StepLR(optimizer, 30).",
         )
+    return made
+
+
+def _made(given: Any, optimizer: Optimizer) -> Scheduler:
+    name = getattr(given, "__name__", repr(given))
+    if not callable(given):
+        raise UserError(f"scheduler={given!r} is none", "Give one of torch.optim.lr_scheduler.")
+    try:
+        signature(given).bind(optimizer)
+    except TypeError as error:
+        raise UserError(
+            f"scheduler={name} is called with the optimizer: {error}",
+            f"Write scheduler=lambda optimizer: {name}(optimizer, ...).",
+        ) from None
+    made: Scheduler = given(optimizer)
     return made
 
 

@@ -29,6 +29,11 @@ class LearningRateScheduler(Callback):
 
     @known_names("LearningRateScheduler")
     def __init__(self, schedule: Callable[..., float]) -> None:
+        if not callable(schedule):
+            raise UserError(
+                f"LearningRateScheduler({schedule!r}) is no function",
+                "Give one of the epoch: lambda epoch: 0.1 * 0.5**epoch.",
+            )
         self.schedule = schedule
         self._set = -1
         self._takes_rate = len(signature(schedule).parameters) > 1

@@ -55,6 +55,14 @@ _COUNTS: dict[str, Callable[..., Metric]] = {
     "precision": Precision,
     "recall": Recall,
 }
+_KERAS = {
+    "acc": "accuracy",
+    "categorical_accuracy": "accuracy",
+    "sparse_categorical_accuracy": "accuracy",
+    "sparse_top_k_categorical_accuracy": "top_5_accuracy",
+    "top_k_categorical_accuracy": "top_5_accuracy",
+}
+"""What Keras calls metrics that have another name here."""
 _OBJECTS: dict[str, Callable[[str], Metric]] = {
     "auc": AUC,
     "average_precision": partial(AUC, curve="PR"),
@@ -130,6 +138,8 @@ def _named(name: str, loss: LossFunction | None) -> Metric:
         return _OBJECTS[name](name)
     threshold = 0.5 if isinstance(loss, nn.BCELoss) else 0.0
     ignored = getattr(loss, "ignore_index", IGNORED)
+    if name in _KERAS:
+        raise UserError(f"the metric {name!r} is called {_KERAS[name]!r} here", "Take that name.")
     top = re.fullmatch(r"top_?([1-9][0-9]*)(_accuracy)?", name)
     if not top and name not in _MEANS:
         raise UserError(
