@@ -31,7 +31,7 @@ BANNED = {
     r"mend(s|ed|ing)?": "fix",
     r"(?<!in )(?<!takes )(?<!take )(?<!took )places?": "index, offset, slot, position",
     r"leads|led by|one that leads": "coordinator, rank 0",
-    r"pieces?": "work item",
+    r"(?<!usage )pieces?": "work item",
     r"purse|hung up|hangs? up|riddles?|heed(s|ed)?": "a plain word",
     r"(its|own|a|the|this|each|equal|replica s|worker s) shares?|shares? of": "shard, fraction",
 }
