@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -25,7 +26,7 @@ from spartito.data.hugging_face import (
     is_table,
 )
 from spartito.data.memory import Arrays
-from spartito.data.order import DataShard, group_rows, part_rows, shard_rows, steps
+from spartito.data.order import DataShard, Lengths, group_rows, part_rows, shard_rows, steps
 from spartito.data.prefetch import reading_threads
 from spartito.data.source import (
     BatchStream,
@@ -58,6 +59,7 @@ class Dataset:
         batch_size: Examples in a global batch; None before `batch`.
         drop_remainder: Whether a last batch that is smaller is left out.
         shuffled: Whether each pass has an order of its own.
+        lengths: Of each example, where those of like length come in one batch.
         live: Blocks among which examples are shuffled, where they lie in blocks; None: all.
         seed: What the order is drawn from; None takes the trainer's.
         repeats: Passes in an epoch; None is endless and needs ``steps_per_epoch``.
@@ -81,6 +83,7 @@ class Dataset:
     batch_size: int | None = None
     drop_remainder: bool = False
     shuffled: bool = False
+    lengths: Lengths | None = field(default=None, repr=False)
     live: int | None = None
     seed: int | None = None
     repeats: int | None = 1
@@ -119,7 +122,10 @@ class Dataset:
         return replace(self, example_maps=(*self.example_maps, function))
 
     def shuffle(
-        self, seed: int | None = None, blocks: int | Literal["all"] | None = None
+        self,
+        seed: int | None = None,
+        blocks: int | Literal["all"] | None = None,
+        lengths: Any = None,
     ) -> Dataset:
         """Permute all examples, anew in each pass.
 
@@ -130,6 +136,8 @@ class Dataset:
                 time. Blocks are permuted, and an example goes to a position that is drawn from a
                 stretch of so many blocks. "all" permutes everything, which keeps all blocks in
                 memory.
+            lengths: One number for each example, as of its tokens: a batch then has examples of
+                like length, so that little of it is filled up. Batches come in a drawn order.
 
         Returns:
             A new data set.
@@ -152,7 +160,23 @@ class Dataset:
                 f"shuffle() of a {type(self.source).__name__}, which has an order of its own",
                 "It is drawn anew in each pass. Shuffle the data sets before they are mixed.",
             )
-        return replace(self, shuffled=True, seed=seed, live=self._live(blocks))
+        known = None if lengths is None else self._checked(lengths)
+        return replace(self, shuffled=True, seed=seed, live=self._live(blocks), lengths=known)
+
+    def _checked(self, lengths: Any) -> Lengths:
+        """The lengths of examples, as numbers that can be compared."""
+        found = np.asarray(lengths)
+        if found.shape != (self.examples,) or found.dtype.kind not in "iuf":
+            raise UserError(
+                f"shuffle(lengths=...) of {found.shape} {found.dtype} for {self.examples} examples",
+                "Give one number for each example.",
+            )
+        if isinstance(self.source, BlockSource):
+            raise UserError(
+                f"shuffle(lengths=...) of a {type(self.source).__name__}, which lies in blocks",
+                "Leave lengths out, or read the examples into memory first.",
+            )
+        return found.astype(np.float64)
 
     def _live(self, blocks: int | Literal["all"] | None) -> int | None:
         if not isinstance(self.source, BlockSource):

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 Indices = npt.NDArray[np.int64]
+Lengths = npt.NDArray[np.float64]
 DataShard = tuple[int, int]
 """A part of every global batch: its index, and how many there are."""
 
@@ -18,6 +19,35 @@ def permutation(count: int, seed: int, epoch: int) -> Indices:
     # The raw stream is the same in every numpy; that of `Generator.permutation` is not promised.
     keys = np.random.Philox(key=_key(seed, epoch)).random_raw(count)
     return np.argsort(keys, kind="stable")
+
+
+LIKE = 50
+"""Batches whose examples are sorted by length together."""
+
+
+def by_length(order: Indices, lengths: Lengths, batch_size: int, seed: int, epoch: int) -> Indices:
+    """The same examples in an order in which a batch has examples of like length.
+
+    Stretches of `LIKE` batches are sorted each, and then all whole batches are permuted: lengths
+    are no course of training. The first batch has the longest example of its stretch.
+
+    Args:
+        order: All examples, shuffled, shape ``(examples,)``.
+        lengths: Of each example by its index, ``(examples,)``.
+        batch_size: Examples in a batch.
+        seed: What the order of batches is drawn from.
+        epoch: The pass.
+
+    Returns:
+        The examples, ``(examples,)``; a last smaller batch stays the last one.
+    """
+    size = LIKE * batch_size
+    stretches = [order[start : start + size] for start in range(0, len(order), size)]
+    found = np.concatenate([part[np.argsort(-lengths[part], kind="stable")] for part in stretches])
+    whole = len(found) // batch_size
+    turns = permutation(whole, seed, epoch)
+    batches = found[: whole * batch_size].reshape(whole, batch_size)[turns]
+    return np.concatenate([batches.reshape(-1), found[whole * batch_size :]])
 
 
 def spread(edges: Indices, live: int, seed: int, epoch: int) -> tuple[Indices, Indices]:

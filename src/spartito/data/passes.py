@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spartito.data.dataset import Dataset, describe_sampler
 from spartito.data.draws import Draws
-from spartito.data.order import permutation, spread
+from spartito.data.order import by_length, permutation, spread
 from spartito.data.source import BlockSource, OrderedSource
 from spartito.errors import UserError
 
@@ -133,8 +133,12 @@ def order_of(dataset: Dataset, seed: int, epoch: int) -> Tensor | None:
         return torch.from_numpy(source.order(seed, epoch))
     if not isinstance(source, BlockSource):
         assert dataset.examples is not None
-        found = permutation(dataset.examples, seed, epoch) if dataset.shuffled else None
-        return None if found is None else torch.from_numpy(found)
+        if not dataset.shuffled:
+            return None
+        found = permutation(dataset.examples, seed, epoch)
+        if dataset.lengths is not None and dataset.batch_size is not None:
+            found = by_length(found, dataset.lengths, dataset.batch_size, seed, epoch)
+        return torch.from_numpy(found)
     if not dataset.shuffled or dataset.live is None:
         source.expect(range(len(source.edges) - 1), 1)
         return None

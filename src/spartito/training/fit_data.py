@@ -98,8 +98,11 @@ def split(chain: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
             f"validation_split={fraction} of {count} examples leaves one side without any",
             "Give more examples, or another fraction.",
         )
-    kept = replace(chain, source=stretch(source, first, count), shuffled=False, repeats=1)
-    return replace(chain, source=stretch(source, 0, first)), kept
+    kept = replace(
+        chain, source=stretch(source, first, count), shuffled=False, lengths=None, repeats=1
+    )
+    lengths = None if chain.lengths is None else chain.lengths[:first]
+    return replace(chain, source=stretch(source, 0, first), lengths=lengths), kept
 
 
 @dataclass(frozen=True)

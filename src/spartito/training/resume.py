@@ -39,6 +39,8 @@ def meaning(chain: Dataset, steps: int | None, seed: int) -> dict[str, Any]:
 
 def _blocks(chain: Dataset) -> str | None:
     """What the order of examples in blocks, or of a mixture, depends on besides."""
+    if chain.lengths is not None:
+        return f"by length (checksum {zlib.crc32(chain.lengths.tobytes()):08x})"
     if isinstance(chain.source, OrderedSource):
         return chain.source.form
     if not isinstance(chain.source, BlockSource):
