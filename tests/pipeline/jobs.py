@@ -349,8 +349,9 @@ def owned() -> list[str]:
     strategy = sp.strategy("pipeline")
     net = nn.Linear(2, 2)
     _, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    batch = next(iter(strategy.distribute(sp.data.arrays(torch.ones(2, 2)).batch(2))))
     found = []
-    for part, given in ((strategy.backward, (None, None)), (strategy.update, (optimizer,))):
+    for part, given in ((strategy.backward, (None, batch)), (strategy.update, (optimizer,))):
         try:
             part(*given)
         except UserError as error:
