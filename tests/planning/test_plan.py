@@ -119,7 +119,7 @@ def test_wrong_machines_are_refused(
         (["--on=no.yaml"], "--on no.yaml cannot be read"),
         (["--on=no.yaml", "--machines=2"], "exclude each other"),
         (["--save-profile=x"], "exclude each other"),
-        (["--check=nowhere"], "is no comparison"),
+        (["--check=nowhere"], "holds no comparison"),
         (["--data=here"], "--data is for recipes"),
         (["gpt"], "--profile is of train.py, and not of gpt"),
     ],

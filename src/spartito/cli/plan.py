@@ -146,6 +146,14 @@ def plan(
             rich_help_panel=Heading.TRAINING,
         ),
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a page with pictures, the figures, and a trace of a step there.",
+            metavar="DIR",
+            rich_help_panel=Heading.OUTPUT,
+        ),
+    ] = None,
     json: Annotated[
         bool,
         typer.Option(
@@ -173,6 +181,7 @@ def plan(
     from spartito.planning.cluster import Cluster, Kind, read_failures, read_size
     from spartito.planning.costs.parts import Situation
     from spartito.planning.measure import take_profile
+    from spartito.planning.page import write_plan
     from spartito.planning.profile import Profile, source_of
     from spartito.planning.search import ALL, Goal, improvements, search
     from spartito.planning.table import record, text
@@ -244,7 +253,10 @@ def plan(
     outcome = search(situation, strategies, limit, rate)
     better = improvements(outcome, strategies, limit, rate)
     typed = target or read.target
+    page = None if out is None else write_plan(out, outcome, typed, wanted, better, rate)
     if json:
         print(json_.dumps(record(outcome, typed, wanted, better)))
     else:
         print(text(outcome, typed, wanted, better, rate))
+        if page is not None:
+            print(f"Pictures:      {page}")

@@ -41,15 +41,35 @@ def text(
     Returns:
         Table and sentences.
     """
-    situation, choices = outcome.situation, outcome.choices
-    best = choices[0]
-    lines = [_heading(situation), ""]
-    lines += _table(outcome, goal, fail)
+    choices = outcome.choices
+    lines = [heading(outcome.situation), "", *_aligned(columns(outcome, goal, fail))]
     if len(choices) > MOST_LINES:
         lines.append(f"and {len(choices) - MOST_LINES} slower ones (--json has all)")
     lines += ["", *(f"not possible: {each.strategy}: {each.reason}" for each in outcome.refusals)]
     lines += [""] if outcome.refusals else []
+    lines += sentences(outcome, target, better)
+    lines += [
+        "Nothing but one process and one exchange was run; how well a model learns is not known.",
+        f"To run it:     {command(choices[0], target)}",
+        f"To be certain: {_compare(outcome, target)}",
+    ]
+    return "\n".join(lines)
+
+
+def sentences(outcome: Outcome, target: str, better: Sequence[tuple[str, float]]) -> list[str]:
+    """What to choose and why, and how far it may be trusted.
+
+    Args:
+        outcome: What was found.
+        target: What the user would train.
+        better: As `spartito.planning.search.improvements` found it.
+
+    Returns:
+        Sentences; the first one names the best strategy.
+    """
+    best = outcome.choices[0]
     rate = f"{_number(best.rate / (1 + best.width))} to {_number(best.rate * (1 + best.width))}"
+    lines = [f"{best.strategy}: {rate} examples/s; each task {best.cost.limit}"]
     if best.width > BUSY:
         lines.append(
             f"the rounds of the profile differ by {best.width:.0%}: its machine had other work; "
@@ -60,18 +80,12 @@ def text(
             f"steps of {_duration(best.cost.step)} are short: the order of strategies was wrong in "
             "two of three trials of such (docs/guides/plan.md), so compare those at the top"
         )
-    lines.append(f"{best.strategy}: {rate} examples/s; each task {best.cost.limit}")
     lines += [f"{best.strategy}: {said}" for said in best.cost.said]
     if better and better[0][1] >= WORTH:
         lines.append(f"most would help {better[0][0]}: {better[0][1]:.2f} times the speed")
     if math.isfinite(best.loss.every):
         lines.append(f"save every {_duration(best.loss.every)}: that loses the least to failures")
-    lines += [
-        "Nothing but one process and one exchange was run; how well a model learns is not known.",
-        f"To run it:     {command(best, target)}",
-        f"To be certain: {_compare(outcome, target)}",
-    ]
-    return "\n".join(lines)
+    return lines
 
 
 def record(
@@ -135,7 +149,8 @@ def _compare(outcome: Outcome, target: str) -> str:
     return f"spartito compare {target} --strategies {shlex.quote(named)} --workers {workers}"
 
 
-def _heading(situation: Situation) -> str:
+def heading(situation: Situation) -> str:
+    """What is planned, and on what, in a line."""
     profile = situation.profile
     return (
         f"{profile.target} ({profile.model.name}, {size(profile.model.parameters)} of parameters, "
@@ -144,7 +159,14 @@ def _heading(situation: Situation) -> str:
     )
 
 
-def _table(outcome: Outcome, goal: Goal | None, fail: float) -> list[str]:
+def columns(outcome: Outcome, goal: Goal | None, fail: float) -> list[list[str]]:
+    """The table of a plan: its head, and a row for each of the fastest.
+
+    Args:
+        outcome: What was found.
+        goal: How much is to be trained.
+        fail: Failures of one machine in a second.
+    """
     situation = outcome.situation
     priced = situation.cluster.price > 0
     head = [*COLUMNS]
@@ -168,6 +190,11 @@ def _table(outcome: Outcome, goal: Goal | None, fail: float) -> list[str]:
             row += [f"{hours * choice.situation.cluster.price:.4g}"] if priced else []
         row += [f"{choice.loss.fraction:.1%}"] if fail else []
         rows.append([*row, cost.limit])
+    return rows
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows as lines."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     last = len(widths) - 1
     return [

@@ -1,0 +1,211 @@
+"""A plan as one HTML file, and the steps of its best strategies as a trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spartito.names import size
+from spartito.planning.costs.parts import WAITS
+from spartito.planning.scaling import Curve, curves
+from spartito.planning.search import Choice, Goal, Outcome
+from spartito.planning.table import columns, command, heading, record, sentences
+from spartito.registry import strategy_info
+from spartito.report.bars import Bar, Bars
+from spartito.report.charts import SERIES, Chart, Line, drawn, page_colour
+from spartito.report.figures import plural
+from spartito.report.page import OF_A_PAGE
+from spartito.report.templating import page_template
+from spartito.storage.atomic import writable, write_file_atomically
+from spartito.storage.own_files import check_own, has_keys
+
+PAGE, RECORD, TRACE = "plan.html", "plan.json", "steps.trace.json"
+MOST = 8
+"""Strategies that are drawn."""
+TRACED = 3
+"""Strategies whose step is in the trace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a stack: its name, its length as a fraction of the longest stack, its colour."""
+
+    name: str
+    fraction: float
+    paint: str
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A bar of several parts: its name, its parts, and the words at its end."""
+
+    name: str
+    parts: Sequence[Part]
+    value: str
+
+
+def write_plan(
+    folder: Path,
+    outcome: Outcome,
+    target: str,
+    goal: Goal | None,
+    better: Sequence[tuple[str, float]],
+    fail: float,
+) -> Path:
+    """Write a page, the record and a trace of a plan.
+
+    Args:
+        folder: It is made, if it is missing.
+        outcome: What was found.
+        target: What the user would train.
+        goal: How much of it.
+        better: As `spartito.planning.search.improvements` found it.
+        fail: Failures of one machine in a second.
+
+    Returns:
+        The page.
+
+    Raises:
+        UserError: A file there is none of ours, or cannot be written.
+    """
+    check_own(
+        folder,
+        {PAGE: OF_A_PAGE, RECORD: has_keys("choices", "refusals"), TRACE: has_keys("traceEvents")},
+    )
+    found = record(outcome, target, goal, better)
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_file_atomically(folder / RECORD, json.dumps(found, indent=1, allow_nan=False) + "\n")
+        write_file_atomically(folder / TRACE, json.dumps(trace(outcome.choices[:TRACED])) + "\n")
+        write_file_atomically(folder / PAGE, render(outcome, target, goal, better, fail))
+    return folder / PAGE
+
+
+def render(
+    outcome: Outcome,
+    target: str,
+    goal: Goal | None,
+    better: Sequence[tuple[str, float]],
+    fail: float,
+) -> str:
+    """The page as text."""
+    shown = outcome.choices[:MOST]
+    paints = {name: page_colour(SERIES[i]) for i, name in enumerate(WAITS)}
+    held = sorted({name for choice in shown for name in choice.cost.memory})
+    memory_paints = {name: page_colour(SERIES[i % len(SERIES)]) for i, name in enumerate(held)}
+    head, *rows = columns(outcome, goal, fail)
+    found = curves(_each_kind(outcome.choices), fail)
+    return page_template("plan.html.j2").render(
+        title=outcome.situation.profile.target,
+        subtitle=heading(outcome.situation),
+        sentences=[*sentences(outcome, target, better), *_bends(found)],
+        commands=[(str(each.strategy), command(each, target)) for each in shown[:TRACED]],
+        head=head,
+        rows=rows,
+        refusals=outcome.refusals,
+        speeds=[_speeds(shown)],
+        steps=_steps(shown, paints),
+        step_key=[(WAITS[name], paint) for name, paint in paints.items()],
+        memory=_memory(shown, memory_paints),
+        memory_key=list(memory_paints.items()),
+        scaling=drawn([_chart(found)]) if found else [],
+        trace=TRACE,
+    )
+
+
+def trace(choices: Sequence[Choice]) -> dict[str, Any]:
+    """One step of each strategy as Chrome and Perfetto show it, its parts one after the other."""
+    events: list[dict[str, Any]] = []
+    for number, choice in enumerate(choices):
+        begun = 0.0
+        name = {"name": str(choice.strategy)}
+        events.append({"name": "process_name", "ph": "M", "pid": number, "tid": 0, "args": name})
+        for part, seconds in choice.cost.seconds.items():
+            if seconds:
+                events.append(
+                    {
+                        "name": WAITS[part], "ph": "X", "pid": number, "tid": 0,
+                        "ts": begun * 1e6, "dur": seconds * 1e6,
+                    }
+                )  # fmt: skip
+            begun += seconds
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _each_kind(choices: Sequence[Choice]) -> list[Choice]:
+    """The fastest form of each strategy of several tasks, as many as are drawn."""
+    found: dict[str, Choice] = {}
+    for choice in choices:
+        if strategy_info(choice.strategy.name).most_replicas != 1:
+            found.setdefault(choice.strategy.name, choice)
+    return [*found.values()][:MOST]
+
+
+def _speeds(choices: Sequence[Choice]) -> Bars:
+    most = max(choice.rate * (1 + choice.width) for choice in choices)
+    paint = page_colour(SERIES[0])
+    rows = [
+        Bar(
+            str(choice.strategy), choice.rate / most, f"{choice.rate:,.0f}", paint,
+            (choice.rate / (1 + choice.width) / most, choice.rate * (1 + choice.width) / most),
+        )
+        for choice in choices
+    ]  # fmt: skip
+    note = "Predicted, failures counted; the line is how far it may be off by what was measured."
+    return Bars("Examples a second", rows, note)
+
+
+def _steps(choices: Sequence[Choice], paints: Mapping[str, str]) -> list[Stack]:
+    longest = max(choice.cost.step for choice in choices)
+    return [
+        Stack(
+            str(choice.strategy),
+            [
+                Part(WAITS[name], seconds / longest, paints[name], f"{seconds * 1e3:.3g} ms")
+                for name, seconds in choice.cost.seconds.items()
+                if seconds
+            ],
+            f"{choice.cost.step * 1e3:,.3g} ms",
+        )
+        for choice in choices
+    ]
+
+
+def _memory(choices: Sequence[Choice], paints: Mapping[str, str]) -> list[Stack]:
+    largest = max(choice.cost.bytes for choice in choices)
+    return [
+        Stack(
+            str(choice.strategy),
+            [
+                Part(name, nbytes / largest, paints[name], size(nbytes))
+                for name, nbytes in sorted(choice.cost.memory.items())
+                if nbytes
+            ],
+            f"{size(choice.cost.bytes)} of {size(choice.limit)}",
+        )
+        for choice in choices
+    ]
+
+
+def _chart(found: Sequence[Curve]) -> Chart:
+    lines = [
+        Line(curve.strategy, [float(n) for n in curve.tasks], curve.rates, SERIES[number])
+        for number, curve in enumerate(found)
+    ]
+    ticks = sorted({float(n) for curve in found for n in curve.tasks})
+    return Chart("Examples a second", "tasks", lines, ticks=ticks, log_y=True)
+
+
+def _bends(found: Sequence[Curve]) -> list[str]:
+    bent = [
+        f"{curve.strategy} from {plural(curve.bend, 'task')} on"
+        for curve in found[:TRACED]
+        if curve.bend
+    ]
+    if not bent:
+        return []
+    return [f"with this batch, twice the tasks give less than 1.2 times as much: {'; '.join(bent)}"]
