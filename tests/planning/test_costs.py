@@ -17,7 +17,7 @@ from spartito.launch.lines.line import Link
 from spartito.planning.costs.compute import slowest_of
 from spartito.planning.costs.exchange import between, in_memory
 from spartito.planning.costs.failures import checkpointed
-from spartito.planning.costs.parts import INPUT, LINK, MEMORY, OTHERS, Situation
+from spartito.planning.costs.parts import INPUT, LINK, MEMORY, OTHERS, SERVERS, Situation
 from spartito.planning.costs.pipeline import balanced
 from spartito.planning.costs.servers import queueing
 from spartito.planning.profile import Line, Part
@@ -204,3 +204,34 @@ def test_ten_thousand_workers_are_planned() -> None:
 def test_what_has_no_cost_is_refused_by_name(text: str, told: str) -> None:
     with pytest.raises(UserError, match=told.replace("(", r"\(")):
         search(situation(workers=4), text)
+
+
+def test_a_group_that_is_lost_is_missing_until_it_is_back() -> None:
+    many = situation(machines=100, batch=6400)
+    rate = 1 / 86400
+    groups = predict(parse("local_sgd(groups=100, every=20)"), many, rate)
+    assert groups.loss.recovers
+    away = many.profile.machine.start + 10 * groups.cost.step
+    assert groups.loss.fraction == pytest.approx(rate * away + 100 * rate * 2.0)
+    pairs = predict(parse("local_sgd(groups=50, every=20)"), many, rate)
+    assert pairs.loss.fraction > groups.loss.fraction  # either of two machines may fail
+    together = predict(parse("multi_worker_mirrored"), many, rate)
+    assert together.loss.fraction > 2 * groups.loss.fraction
+    coded = predict(parse('local_sgd(groups=100, compress="4bit")'), many, rate)
+    assert not coded.loss.recovers
+    assert coded.loss.every < math.inf
+    assert not predict(parse("local_sgd(groups=100)"), many).loss.recovers
+
+
+def test_groups_over_servers_push_seldom() -> None:
+    many = situation(machines=16, workers=1, batch=1600)
+    each, apart = (
+        predict(parse(name), many).cost
+        for name in ("parameter_server", "parameter_server(groups=16, every=100)")
+    )
+    assert apart.seconds[SERVERS] < each.seconds[SERVERS] / 50
+    assert apart.sent < each.sent / 20
+    often = predict(parse("parameter_server(groups=16, every=20)"), many).cost
+    assert often.seconds[LINK] == pytest.approx(5 * apart.seconds[LINK])
+    with pytest.raises(UserError, match="17 groups of 16"):
+        predict(parse("parameter_server(groups=17)"), many)

@@ -12,7 +12,7 @@ from spartito.launch.lines.line import MOST, Link
 from spartito.names import nearest, size
 from spartito.planning.costs import local_sgd, mesh, pipeline, replicas, servers, sharded
 from spartito.planning.costs.failures import Loss, lost
-from spartito.planning.costs.parts import Cost, Costs, Situation
+from spartito.planning.costs.parts import Cost, Costs, LosesParts, Situation
 from spartito.registry import names_anywhere, strategy_info
 
 ALL = "all"
@@ -213,7 +213,11 @@ def predict(strategy: Declared, situation: Situation, fail: float = 0.0) -> Choi
         )
     found = costs.cost(strategy, situation)
     width = max(LEAST_WIDTH, situation.profile.uncertainty(cluster.threads))
-    return Choice(strategy, situation, found, width, lost(situation, fail, info.asynchronous))
+    if isinstance(costs, LosesParts):
+        loss = costs.lost(strategy, situation, fail, found)
+    else:
+        loss = lost(situation, fail, info.asynchronous)
+    return Choice(strategy, situation, found, width, loss)
 
 
 def improvements(

@@ -135,6 +135,7 @@ def command(choice: Choice, target: str) -> str:
     if cluster.machines > 1:
         words += ["--hosts", "HOST1,HOST2,..." if cluster.machines > 2 else "HOST1,HOST2"]
     words += ["--strategy", shlex.quote(str(choice.strategy))]
+    words += ["--recover"] if choice.loss.recovers else []
     words += ["--workers", str(cluster.workers)]
     words += ["--ps", str(cluster.ps)] if info.needs_servers else []
     words.append(target)

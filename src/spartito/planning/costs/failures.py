@@ -15,10 +15,12 @@ class Loss:
     Attributes:
         fraction: Of all time; 1 where nothing is ever done.
         every: Seconds from one checkpoint to the next that lose the least; infinite for none.
+        recovers: Whether the job has to be started with ``--recover`` for that.
     """
 
     fraction: float
     every: float
+    recovers: bool = False
 
 
 def checkpointed(save: float, rate: float, restart: float) -> Loss:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ from spartito.declared import Declared
 from spartito.errors import UserError
 from spartito.planning.costs.compute import own_step, waiting
 from spartito.planning.costs.exchange import all_reduce, coded, machines_of
+from spartito.planning.costs.failures import Loss
+from spartito.planning.costs.failures import lost as lost_together
 from spartito.planning.costs.memory import held
 from spartito.planning.costs.parts import (
     OTHERS,
@@ -24,6 +27,10 @@ EVERY = 20
 """As `LocalSGDStrategy` has it."""
 
 
+PAUSE = 2.0
+"""Seconds that all tasks lose when one is lost, as `benchmarks.recovery` has measured."""
+
+
 def candidates(situation: Situation) -> Iterable[Mapping[str, Any]]:
     """As `Costs.candidates`: a group for each machine, or two, that meet often and seldom."""
     cluster = situation.cluster
@@ -32,6 +39,26 @@ def candidates(situation: Situation) -> Iterable[Mapping[str, Any]]:
     for every in (EVERY, 100):
         yield {"groups": groups, "every": every}
         yield from ({"groups": groups, "every": every, "compress": code} for code in codes)
+
+
+def lost(strategy: Declared, situation: Situation, rate: float, cost: Cost) -> Loss:
+    """What a job that recovers loses: the others go on without a group until it is back.
+
+    All of them notice it, and meet again. Groups that compress cannot recover.
+
+    Args:
+        strategy: With its options.
+        situation: What is planned.
+        rate: Failures a second, of one machine.
+        cost: What a step takes.
+    """
+    if strategy.options.get("compress") or not rate:
+        return lost_together(situation, rate, asynchronous=False)
+    groups, every = whole_number(strategy, "groups", 2), whole_number(strategy, "every", EVERY)
+    all_ = situation.cluster.machines
+    away = situation.profile.machine.start + cost.step * every / 2
+    fraction = rate * max(1.0, all_ / groups) * away + rate * all_ * PAUSE
+    return Loss(min(1.0, fraction), math.inf, recovers=True)
 
 
 def cost(strategy: Declared, situation: Situation) -> Cost:

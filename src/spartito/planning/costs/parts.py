@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from spartito.declared import Declared
 from spartito.errors import UserError
 from spartito.names import nearest
 from spartito.planning.cluster import Cluster
 from spartito.planning.profile import Profile
+
+if TYPE_CHECKING:
+    from spartito.planning.costs.failures import Loss
 
 INPUT, COMPUTE, UPDATE = "input", "compute", "update"
 MEMORY, LINK, OTHERS = "memory", "link", "others"
@@ -112,6 +115,15 @@ class Costs(Protocol):
 
     def cost(self, strategy: Declared, situation: Situation) -> Cost:
         """What a step takes; `UserError` where it cannot be."""
+        ...
+
+
+@runtime_checkable
+class LosesParts(Protocol):
+    """Costs of a strategy of which a failure takes a part, while the others go on."""
+
+    def lost(self, strategy: Declared, situation: Situation, rate: float, cost: Cost) -> Loss:
+        """The part of the time that failures of one machine, so many a second, take."""
         ...
 
 

@@ -11,30 +11,39 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from spartito.declared import Declared
-from spartito.planning.costs.compute import own_step
-from spartito.planning.costs.exchange import message
+from spartito.errors import UserError
+from spartito.planning.costs.compute import own_step, waiting
+from spartito.planning.costs.exchange import all_reduce, machines_of, message
 from spartito.planning.costs.memory import held
 from spartito.planning.costs.parts import (
     LINK,
     MEMORY,
+    OTHERS,
     SERVERS,
     UPDATE,
     Cost,
     Situation,
     check_options,
+    whole_number,
 )
 
-OPTIONS: tuple[str, ...] = ()
+OPTIONS: tuple[str, ...] = ("groups", "every")
+EVERY = 20
+"""Updates of a group between two of its pushes, unless the strategy says so."""
 
 
 def candidates(situation: Situation) -> Iterable[Mapping[str, Any]]:
-    """As `Costs.candidates`: asynchronous, without a bound."""
-    return ({},)
+    """As `Costs.candidates`: without a bound on staleness, and a group for each machine."""
+    yield {}
+    if situation.cluster.machines > 1:
+        yield {"groups": situation.cluster.machines, "every": 100}
 
 
 def cost(strategy: Declared, situation: Situation) -> Cost:
     """As `Costs.cost`: a step is one push of every worker."""
     check_options(strategy, OPTIONS)
+    if "groups" in strategy.options:
+        return _apart(strategy, situation)
     cluster, model, machine = (
         situation.cluster,
         situation.profile.model,
@@ -48,10 +57,7 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     pull = message(situation, model.parameters, crosses)
     moved = push + pull
     work = update + machine.shared.each * (model.gradients + model.parameters)
-    served = work / servers
-    if cluster.link is not None and crosses:  # the servers' line, in both directions at once
-        largest = max(model.gradients, model.parameters)
-        served = max(served, largest / servers * 8 / cluster.link.rate)
+    served = _served(situation, work, max(model.gradients, model.parameters))
     own[MEMORY], own[LINK] = moved.memory, moved.link
     cycle = sum(own.values()) * cluster.slowest / cluster.mean_speed
     queue = queueing(tasks, cycle, served)
@@ -74,6 +80,48 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     sent = max(push.sent * cluster.workers, pull.sent * tasks / servers)
     largest_task = max(memory, server, key=lambda each: sum(each.values()))
     return Cost(found, largest_task, sent / max(1, tasks), situation.batch, said[: tasks > 1])
+
+
+def _served(situation: Situation, work: float, largest: float) -> float:
+    """Seconds of a server for a push: of its work, or of its line, in both directions at once."""
+    cluster = situation.cluster
+    served = work / cluster.ps
+    if cluster.link is None or cluster.machines == 1:
+        return served
+    return max(served, largest / cluster.ps * 8 / cluster.link.rate)
+
+
+def _apart(strategy: Declared, situation: Situation) -> Cost:
+    """Groups that train apart, and push now and then what they have moved."""
+    cluster, model = situation.cluster, situation.profile.model
+    groups = whole_number(strategy, "groups", 2)
+    every = whole_number(strategy, "every", EVERY)
+    if groups > cluster.tasks:
+        raise UserError(
+            f"{groups} groups of {cluster.tasks} workers", "Each group has one worker or more."
+        )
+    members = -(-cluster.tasks // groups)
+    near = machines_of(situation, members)
+    own = own_step(situation, situation.local_batch)
+    if near == 1 and cluster.workers >= members:
+        own[UPDATE] /= members
+    inside = all_reduce(situation, model.gradients, members, near)
+    crosses = cluster.machines > 1
+    push = message(situation, model.parameters, crosses)
+    moved = push + message(situation, model.parameters, crosses)
+    work = 3 * situation.profile.machine.shared.each * model.parameters
+    served = _served(situation, work, model.parameters)
+    step = sum(own.values()) + sum(inside.seconds.values())
+    cycle = every * step + moved.memory + moved.link
+    seconds = {**own, **(inside + moved * (1 / every)).seconds}
+    seconds[SERVERS] = queueing(groups, cycle, served) / every
+    seconds[OTHERS] = waiting(situation, own, members)
+    memory = held(situation, situation.local_batch, parameters=2.0, exchange=2 * model.gradients)
+    said = (
+        f"{groups} models drift apart for {every} updates, and what one pushes is about "
+        f"{groups - 1} pushes of others late: the goal may take more of them",
+    )
+    return Cost(seconds, memory, inside.sent + push.sent / every, situation.batch, said)
 
 
 def queueing(tasks: int, cycle: float, served: float) -> float:
