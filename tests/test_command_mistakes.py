@@ -101,7 +101,7 @@ plan mnist --price abc                           | --price abc is not a number, 
 plan mnist --price -1                            | --price -1 is not a number, 0 or more
 plan mnist --fail often                          | does not say how often; 1/day
 plan mnist --strategies mirored                  | 'mirored' is not a strategy
-plan mnist --check nowhere                       | --check nowhere holds no comparison
+plan mnist --check nowhere                       | --check nowhere is no comparison
 plan mnist --save-profile nowhere/p.json         | nowhere is no folder; Make it first
 plan mnist --save-profile own.py                 | is there already; Name a new file
 plan --profile nothing.json                      | --profile nothing.json cannot be read
