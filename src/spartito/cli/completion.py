@@ -112,7 +112,7 @@ def install(shell: str, env: Mapping[str, str]) -> Iterator[str]:
     Raises:
         UserError: Another's file is there, or nothing can be written.
     """
-    script, home = script_for(shell), Path.home()
+    script, home = script_for(shell), Path(env.get("HOME") or "~").expanduser()
     data = Path(env.get("XDG_DATA_HOME") or home / ".local" / "share")
     config = Path(env.get("XDG_CONFIG_HOME") or home / ".config")
     file, settings = {
