@@ -46,8 +46,10 @@ _spartito() {{
     while IFS=$'\\t' read -r word about; do
         if [ -z "$word" ]; then files=1; else COMPREPLY+=("$word"); fi
     done < <({ENV_COMPLETE}=bash {ENV_LINE}="${{COMP_LINE:0:COMP_POINT}}" "$1" 2>/dev/null)
-    case "${{COMPREPLY[*]}}" in *[=\\(,]) compopt -o nospace ;; esac
-    if [ -n "$files" ]; then compopt -o filenames; COMPREPLY+=($(compgen -f -- "$cur")); fi
+    case "${{COMPREPLY[*]}}" in *[=\\(,]) compopt -o nospace 2>/dev/null ;; esac
+    [ -n "$files" ] || return 0
+    compopt -o filenames 2>/dev/null
+    COMPREPLY+=($(compgen -f -- "$cur"))
 }}
 complete -F _spartito spartito
 """
