@@ -131,16 +131,14 @@ def _default(parameter: Any) -> str:
 
 
 def _sentences(command: Any) -> list[str]:
-    """The paragraphs of a command's help, without its example."""
+    """The paragraphs of a command's help."""
     paragraphs = re.split(r"\n\s*\n", (command.help or "").strip())
-    return [_cell(one) for one in paragraphs if not one.lstrip().startswith("Example")] or [""]
+    return [_cell(one) for one in paragraphs]
 
 
 def _example(command: Any) -> str:
-    """The command that the help of one shows, or its epilog."""
-    text = f"{command.help or ''}\n\n{command.epilog or ''}"
-    found = re.search(r"Examples?:\s*((?:.+\n?)+)", text)
-    return "" if found is None else " ".join(found[1].split())
+    """The first command that the help of one shows."""
+    return (command.epilog or "").partition("\n")[0].removeprefix("Example: ")
 
 
 def _cell(text: str) -> str:

@@ -101,7 +101,7 @@ plan mnist --price abc                           | --price abc is not a number, 
 plan mnist --price -1                            | --price -1 is not a number, 0 or more
 plan mnist --fail often                          | does not say how often; 1/day
 plan mnist --strategies mirored                  | 'mirored' is not a strategy
-plan mnist --check nowhere                       | --check nowhere holds no comparison
+plan mnist --check nowhere                       | --check nowhere is no comparison
 plan mnist --save-profile nowhere/p.json         | nowhere is no folder; Make it first
 plan mnist --save-profile own.py                 | is there already; Name a new file
 plan --profile nothing.json                      | --profile nothing.json cannot be read
@@ -113,6 +113,7 @@ top empty --listen abc                           | 'abc' is not host:port
 report                                           | RUN is missing; spartito report runs/mnist
 report empty                                     | is no run folder; run_dir or --out
 predict empty cat.jpg                            | empty is no run folder; --out
+predict other cat.jpg                            | other is no run folder; --out
 predict empty --temperature -1                   | --temperature -1 is not a number, 0 or more
 predict empty --length 0                         | --length 0 is less than 1
 data chek x                                      | has no command 'chek'; Did you mean 'check'?
@@ -141,6 +142,7 @@ cluster kubernetes mnist --memory lots           | is no quantity; 4Gi
 cluster slurm mnist --time x                     | is no time limit; 01:30:00
 cluster slurm mnist --array x                    | is no index and no range; 0-9
 cluster slurm mnist --nodes 0                    | --nodes 0 is less than 1
+cluster compose mnist --hosts a,b --workers 2 --into own.py | --into own.py cannot be made
 cluster up nothing.yaml                          | cannot be read; spartito cluster compose
 cluster up own.py                                | own.py has no services
 cluster image empty                              | empty has no docker/Dockerfile
@@ -154,6 +156,7 @@ chaos mnist --schedule foo                       | 'foo' is not a fault; kill@wo
 chaos mnist --schedule kill@worker:9#5           | the job has no worker:9; 'worker:1'
 chaos mnist --steps 9-3                          | --steps 9-3 has no steps; 150-200
 chaos mnist --minutes x                          | --minutes x is not a number, more than 0
+chaos mnist --out own.py                         | --out own.py cannot be made; may write
 chaos mnist --longest 3                          | --longest 3 is less than 10
 """
 ROWS = [row.rpartition(" | ")[::2] for row in MISTAKES.strip().splitlines()]
@@ -164,7 +167,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("mistakes")
     (made / "own.py").write_text("print('mine')\n")
     (made / "empty").mkdir()
-    (made / "full").mkdir()
+    for name in ("full", "other"):
+        (made / name).mkdir()
+    (made / "other" / "config.json").write_text("[1, 2]")
     (made / "full" / "a.pt").touch()
     return made
 

@@ -30,7 +30,15 @@ LIMIT = 60.0
         (["run", "--strategy"], "local_sgd(every=2, in", ["local_sgd(every=2, inside="]),
         (["run", "--strategy"], "local_sgd(inside=mir", ["local_sgd(inside=mirrored"]),
         (["run", "--strategy"], "local_sgd(inside=sharded(zer", ["local_sgd(inside=sharded(zero="]),
+        (
+            ["run", "--strategy"],
+            "local_sgd(inside=mesh(zero=1, model=2), sit",
+            [
+                "local_sgd(inside=mesh(zero=1, model=2), sites=",
+            ],
+        ),
         (["compare", "mnist", "--strategies"], "tpu, mir", ["tpu, mirrored"]),
+        (["compare", "mnist", "--strategies"], "mesh(zero=1),mir", ["mesh(zero=1),mirrored"]),
         (["train"], "", ["cats_vs_dogs", "gpt", "mnist"]),
         (["train", "mnist", "--precision"], "bf16-t", ["bf16-true"]),
         (["compare"], "mn", ["mnist", ""]),  # or a script
@@ -109,7 +117,7 @@ def test_a_users_settings_get_one_line_more(
     for _ in range(2):
         assert main(["--install-completion"]) == 0
     script = tmp_path / ".local/share/bash-completion/completions/spartito"
-    assert own.read_text() == f"alias ll='ls -l'\nsource {script}  {MARK}\n"
+    assert own.read_text() == f"alias ll='ls -l'\n[ ! -f {script} ] || source {script}  {MARK}\n"
     assert script.read_text() == BASH
     out = capsys.readouterr().out
     assert f"wrote {script}" in out

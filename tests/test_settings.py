@@ -128,7 +128,7 @@ def test_a_list_is_an_option_several_times_and_a_nested_command_has_a_nested_tab
     assert "--ps=1" in err.splitlines()[0]
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="netns: only root can give a file to another user")
+@pytest.mark.skipif(os.getuid() != 0, reason="root: only root can give a file to another user")
 def test_a_file_of_another_user_is_not_read(
     project: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

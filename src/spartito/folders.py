@@ -207,6 +207,25 @@ def release(owner: object) -> None:
                 held.let_go()
 
 
+def make_folder(path: Path, option: str) -> None:
+    """Make the folder that an option names, and those above it, where they are not there.
+
+    Args:
+        path: The folder.
+        option: What names it, for the message.
+
+    Raises:
+        UserError: It cannot be.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{option} {path} cannot be made: {error.strerror}",
+            "Name a folder where you may write.",
+        ) from error
+
+
 def check_free(folder: str | os.PathLike[str]) -> None:
     """Refuse a folder that another process holds, before anything is written there.
 

@@ -120,7 +120,7 @@ def test_the_commands_that_do_not_train(commands: Commands) -> None:
         "servers": ["run", "--ps", "1", *theirs, "train.py"],
         "unknown": ["run", "--strategy", "their", "train.py"],
         "wrong": ["run", "--strategy", "wrong", "train.py"],
-        "help": ["run", "--help"],
+        "table": ["strategies"],
     }
     ended = commands.python("-c", QUICK, json.dumps(list(asked.values())))
     assert ended.code == 0, ended.text
@@ -135,7 +135,8 @@ def test_the_commands_that_do_not_train(commands: Commands) -> None:
         ("servers", 2, "theirs with 1 ps: it has no parameter servers"),
         ("unknown", 2, "Did you mean 'theirs'? Known: central_storage, "),
         ("wrong", 2, "theirs.info:WRONG of theirs is no StrategyInfo"),
-        ("help", 0, "theirs"),
+        ("table", 0, "\ntheirs "),
+        ("table", 0, "theirs.info:WRONG of theirs is no StrategyInfo"),
     ):
         assert found[name][0] == code, (name, found[name])
         assert says in found[name][1], (name, found[name])

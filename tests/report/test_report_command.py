@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from spartito.cli import main
+from spartito.cli.top import HEADS
+from spartito.names import FOR_DATA, RATE
 from spartito.report.page import HISTORY, REPORT
 
 
@@ -29,6 +32,15 @@ def test_it_is_written_where_something_is_newer(
     os.utime(run / HISTORY, ns=(written + 1, written + 1))
     main(["report", str(run)])
     assert (run / REPORT).stat().st_mtime_ns > written
+
+
+def test_it_calls_figures_as_the_live_table_does(run: Path) -> None:
+    figures = '"examples_per_second": 10, "data_wait_fraction": 0.1'
+    (run / HISTORY).write_text(f'{{"epoch": 1, "step": 10, "loss": 0.5, {figures}}}\n')
+    main(["report", str(run)])
+    heads = re.findall('<th scope="col">(.*?)</th>', (run / REPORT).read_text())
+    assert {RATE, FOR_DATA} <= set(heads)
+    assert {RATE, FOR_DATA} <= set(HEADS)
 
 
 def test_that_of_a_comparison_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,7 @@ from spartito.chaos.traces import read_traces
 from spartito.chaos.trial import LOG, Outcome, Run, Start, run
 from spartito.declared import Declared, parse_all
 from spartito.errors import UserError
+from spartito.folders import make_folder
 from spartito.launch.job import Program
 from spartito.launch.lines.network import NoNamespacesError
 from spartito.launch.processes.reaper import Reaper
@@ -166,8 +167,8 @@ def survive(suite: Suite) -> int:
     Raises:
         UserError: the job does not run without faults either.
     """
+    make_folder(suite.out, "--out")
     check_own(suite.out, {RESULTS: begins_with('{"strategy": ')})
-    suite.out.mkdir(parents=True, exist_ok=True)
     end = math.inf if suite.minutes is None else time.monotonic() + 60 * suite.minutes
     reaper = Reaper()
     before = signal.signal(signal.SIGTERM, _stop)

@@ -55,9 +55,10 @@ class Command(TyperCommand):
         with settings.named():
             return super().invoke(ctx)
 
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The words after the name: ``[OPTIONS] SCRIPT [ARGS]...``."""
-        return ["[OPTIONS]", *(_shown(one) for one in self.params if _is_argument(one))]
+    def format_usage(self, ctx: Any, formatter: Any) -> None:
+        """Write how it is typed: ``spartito run [OPTIONS] SCRIPT [ARGS...]``."""
+        arguments = [_shown(one) for one in self.params if _is_argument(one)]
+        formatter.write_usage(ctx.command_path, " ".join(["[OPTIONS]", *arguments]))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write what it takes, a section for each heading."""

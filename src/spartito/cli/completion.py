@@ -46,8 +46,10 @@ _spartito() {{
     while IFS=$'\\t' read -r word about; do
         if [ -z "$word" ]; then files=1; else COMPREPLY+=("$word"); fi
     done < <({ENV_COMPLETE}=bash {ENV_LINE}="${{COMP_LINE:0:COMP_POINT}}" "$1" 2>/dev/null)
-    case "${{COMPREPLY[*]}}" in *[=\\(,]) compopt -o nospace ;; esac
-    if [ -n "$files" ]; then compopt -o filenames; COMPREPLY+=($(compgen -f -- "$cur")); fi
+    case "${{COMPREPLY[*]}}" in *[=\\(,]) compopt -o nospace 2>/dev/null ;; esac
+    [ -n "$files" ] || return 0
+    compopt -o filenames 2>/dev/null
+    COMPREPLY+=($(compgen -f -- "$cur"))
 }}
 complete -F _spartito spartito
 """
@@ -112,7 +114,7 @@ def install(shell: str, env: Mapping[str, str]) -> Iterator[str]:
     Raises:
         UserError: Another's file is there, or nothing can be written.
     """
-    script, home = script_for(shell), Path.home()
+    script, home = script_for(shell), Path(env.get("HOME") or "~").expanduser()
     data = Path(env.get("XDG_DATA_HOME") or home / ".local" / "share")
     config = Path(env.get("XDG_CONFIG_HOME") or home / ".config")
     file, settings = {
@@ -130,7 +132,8 @@ def install(shell: str, env: Mapping[str, str]) -> Iterator[str]:
         file.write_text(script)
         yield f"wrote {file}"
         if settings is not None:
-            yield _with_line(settings, f"source {shlex.quote(str(file))}  {MARK}")
+            quoted = shlex.quote(str(file))
+            yield _with_line(settings, f"[ ! -f {quoted} ] || source {quoted}  {MARK}")
     except OSError as error:
         raise UserError(
             f"{error.filename}: {error.strerror}",
@@ -217,7 +220,6 @@ def _of_command(command: Any, typed: Sequence[str], word: str) -> Iterator[Word]
         elif not one.startswith("-"):
             given += 1
     name, is_joined, value = word.partition("=")
-    name, is_joined, value = word.partition("=")
     if passes_on and given:
         yield "", ""
     elif open_option is not None:
@@ -242,30 +244,37 @@ def values(parameter: Any, word: str) -> Iterator[Word]:
         The words; an empty one stands for the names of files.
     """
     if parameter.name in ("strategy", "strategies"):
-        yield from _strategies(word, strategy_names())
+        yield from _strategies(word)
     yield from ((one, "") for one in VALUES.get(parameter.name, ()))
     if IN_FILES.search(parameter.metavar or ""):
         yield "", ""
 
 
-def _strategies(word: str, names: Iterable[str]) -> Iterator[Word]:
+def _strategies(word: str) -> Iterator[Word]:
     """How the text of a strategy may go on: a name, or in parentheses an option of it."""
-    before, opened, inside = word.rpartition("(")
-    if not opened or word.count("(") <= word.count(")"):
-        start = (
-            word[: len(word) - len(re.split(r"[, ]", word)[-1])]
-            if ")" in word or "," in word
-            else ""
-        )
-        yield from ((start + name, "") for name in names)
+    opened = _opened(word)
+    if opened is None:
+        start = re.sub(r"[^,)\s]*$", "", word)
+        yield from ((start + name, "") for name in strategy_names())
         return
-    outer = re.split(r"[^\w]", before)[-1]
-    done, comma, last = inside.rpartition(",")
-    start = f"{before}({done}{comma}" + " " * (len(last) - len(last.lstrip()))
-    if (key := last.strip()).startswith("inside="):
+    outer, inside = re.split(r"\W", word[:opened])[-1], word[opened + 1 :]
+    key = inside.rpartition(",")[2].lstrip()
+    start = word[: len(word) - len(key)]
+    if key.startswith("inside="):
         yield from ((f"{start}inside={name}", "") for name in nesting_names())
     elif outer in strategy_names() and "=" not in key:
         yield from ((f"{start}{option}=", "") for option in strategy_info(outer).options or ())
+
+
+def _opened(text: str) -> int | None:
+    """Where the innermost parenthesis stands that is not closed yet."""
+    found: list[int] = []
+    for index, letter in enumerate(text):
+        if letter == "(":
+            found.append(index)
+        elif letter == ")" and found:
+            found.pop()
+    return found[-1] if found else None
 
 
 def _flags(command: Any) -> Iterator[Word]:

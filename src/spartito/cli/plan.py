@@ -217,7 +217,7 @@ def plan(
         )
     if check is not None and not ((check / COMPARISON).is_file() or check.is_file()):
         raise UserError(
-            f"--check {check} holds no comparison", "Name the folder that --out named in comparing."
+            f"--check {check} is no comparison", "Name the folder that --out named in comparing."
         )
     if strategies != ALL:
         parse_all(strategies, "--strategies")  # before anything is measured

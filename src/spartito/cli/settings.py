@@ -120,7 +120,8 @@ def settings_of(command: Any, path: Sequence[str], program: str | None) -> Setti
     Raises:
         UserError: The file cannot be read, or has a key or a value that cannot be.
     """
-    found = find(_start(program))
+    start = _start(program)
+    found = None if start is None else find(start)
     if found is None:
         return Settings()
     file, tables = found
@@ -163,7 +164,7 @@ def find(start: Path) -> tuple[Path, Table] | None:
     Raises:
         UserError: It cannot be read, or a folder has two.
     """
-    home = Path.home()
+    home = _home()
     for folder in (start, *start.parents):
         tables = {path: _tables(path) for path in (folder / OWN, folder / PROJECT)}
         found = [(path, table) for path, table in tables.items() if table is not None]
@@ -178,11 +179,21 @@ def find(start: Path) -> tuple[Path, Table] | None:
     return None
 
 
-def _start(program: str | None) -> Path:
+def _start(program: str | None) -> Path | None:
     """Where to look for the file: beside the script, if that is what ``program`` is."""
     if program is not None and Path(program).is_file():
         return Path(program).resolve().parent
-    return Path.cwd()
+    try:
+        return Path.cwd()
+    except OSError:  # the folder was removed
+        return None
+
+
+def _home() -> Path | None:
+    try:
+        return Path.home()
+    except RuntimeError:  # a user of a container, who has none
+        return None
 
 
 def _tables(path: Path) -> Table | None:

@@ -14,6 +14,7 @@ import typer
 
 from spartito.cli.options import Json
 from spartito.declared import parse
+from spartito.errors import UserError
 from spartito.registry import StrategyInfo, strategy_info, strategy_names
 
 ARGUMENT = re.compile(r"^    (\w+): (.*(?:\n(?:     .*|\s*)$)*)", re.MULTILINE)
@@ -34,8 +35,8 @@ def strategies(
     Example: spartito strategies local_sgd
     """
     if strategy is None:
-        infos = [strategy_info(each) for each in strategy_names()]
-        print(json_.dumps([record(each) for each in infos]) if json else table(infos))
+        records = [_known(each) for each in strategy_names()]
+        print(json_.dumps(records) if json else table(records))
         return
     info = strategy_info(parse(strategy, "strategy").name)
     options = list(options_of(info))
@@ -45,7 +46,7 @@ def strategies(
         return
     width = get_terminal_size().columns
     rows = [(f"{option}={default}", about) for option, default, about in options]
-    print("\n".join([f"{info.name}: {info.about}", f"needs: {_needs(info)}", ""]))
+    print("\n".join([f"{info.name}: {info.about}", f"needs: {_needs(info.needs)}", ""]))
     print("\n".join(line for row in rows for line in _explained(*row, width)))
     print(f"\nThey stand behind the name, as --strategy '{info.name}(timeout=60)'.")
 
@@ -55,9 +56,17 @@ def record(info: StrategyInfo) -> dict[str, Any]:
     return {"name": info.name, "about": info.about, "needs": list(info.needs)}
 
 
-def table(infos: Sequence[StrategyInfo]) -> str:
+def _known(name: str) -> dict[str, Any]:
+    """The record of a strategy; of one whose package is broken, what is wrong with it."""
+    try:
+        return record(strategy_info(name))
+    except UserError as error:
+        return {"name": name, "about": str(error).partition("\n")[0], "needs": ["a repair"]}
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
     """All strategies as a person reads them."""
-    rows = [HEADS, *((each.name, each.about, _needs(each)) for each in infos)]
+    rows = [HEADS, *((each["name"], each["about"], _needs(each["needs"])) for each in records)]
     more = "spartito strategies NAME lists the options of one."
     return "\n".join([*_rows(rows), "", more])
 
@@ -95,8 +104,8 @@ def _explained(name: str, about: str, width: int) -> list[str]:
     return [first + lines[0], *(" " * INDENT + line for line in lines[1:])] if lines else [first]
 
 
-def _needs(info: StrategyInfo) -> str:
-    return ", ".join(info.needs) or "nothing more"
+def _needs(needs: Sequence[str]) -> str:
+    return ", ".join(needs) or "nothing more"
 
 
 def _rows(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -94,18 +94,23 @@ def _write(model: Any, writing: Mapping[str, Any], classes: Sequence[str], json:
 
 def _config(run: Path) -> dict[str, Any]:
     try:
-        config: dict[str, Any] = json_format.loads((run / "config.json").read_text())
+        config: Any = json_format.loads((run / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise UserError(
             f"{run} is no run folder: {getattr(error, 'strerror', None) or error}",
             "Give the folder that --out named in training.",
         ) from error
+    if not isinstance(config, dict):
+        raise UserError(
+            f"{run} is no run folder: config.json is no settings of a run",
+            "Give the folder that --out named in training.",
+        )
     if config.get("recipe", {}).get("name") not in RECIPES:
         raise UserError(
             f"{run} was trained by a script, not by a recipe",
             "Build its model in your own script, and use trainer.load() and trainer.predict().",
         )
-    return config
+    return dict(config)
 
 
 def _loaded(run: Path, model: torch.nn.Module) -> torch.nn.Module:

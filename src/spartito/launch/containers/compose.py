@@ -10,6 +10,7 @@ from typing import Any
 from spartito.cluster.spec import Task
 from spartito.cluster.tf_config import VARIABLE
 from spartito.errors import UserError
+from spartito.folders import make_folder
 from spartito.launch.containers.file import RESTARTS_LABEL, SECRET
 from spartito.launch.containers.plan import STORE, Containers, service
 from spartito.launch.containers.secret import secret_name, write_secret
@@ -71,7 +72,7 @@ def write_files(job: Containers, into: Path | None) -> None:
     if into is None:
         print_file(compose_file(job))
         return
-    into.mkdir(parents=True, exist_ok=True)
+    make_folder(into, "--into")
     files = {into / f"{machine}.yaml": text for machine, text in machine_files(job).items()}
     for path in files:
         _check_own(path)
