@@ -133,10 +133,10 @@ def table(model: str, profile: Profile) -> str:
     ]
     rows = [heads, ["---"] * len(heads)]
     for setting in SETTINGS:
-        for place, choice in enumerate(best_of_each(outcome(profile, setting))[:3]):
+        for turn, choice in enumerate(best_of_each(outcome(profile, setting))[:3]):
             rows.append(
                 [
-                    setting.title if not place else "",
+                    setting.title if not turn else "",
                     f"`{choice.strategy}`",
                     f"{choice.rate:,.0f}",
                     f"{efficiency(choice, profile, setting):.0%}",
