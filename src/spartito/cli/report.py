@@ -23,6 +23,10 @@ def report(
         Path, typer.Argument(metavar="RUN", help="The folder of a run, or of a comparison.")
     ],
     open: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="What spartito plan --out wrote: show it beside.", metavar="DIR"),
+    ] = None,
 ) -> None:
     """Write the report of a run, and open it.
 
@@ -30,17 +34,18 @@ def report(
 
     Example: spartito report runs/mnist --open
     """
-    path = page_of(run)
+    path = page_of(run, plan)
     print(path)
     if open and not shown(path, os.environ):
         print("spartito: no browser can be opened here: open the file by hand", file=sys.stderr)
 
 
-def page_of(run: Path) -> Path:
+def page_of(run: Path, plan: Path | None = None) -> Path:
     """The page of a folder; that of a run is written anew where something is newer.
 
     Args:
         run: The folder.
+        plan: What predicted the run; then its page is written anew.
 
     Returns:
         Its path.
@@ -51,13 +56,18 @@ def page_of(run: Path) -> Path:
     if not run.is_dir():
         raise UserError(f"{run} is no folder", "Name the run folder: --out, or Trainer(run_dir).")
     if (run / COMPARISON).is_file():
+        if plan is not None:
+            raise UserError(
+                f"--plan for {run}, which is a comparison",
+                "Write spartito plan SCRIPT --check DIR.",
+            )
         return run / COMPARISON
     page, files = run / REPORT, [run / name for name in READ if (run / name).exists()]
-    if page.exists() and all(_written(page) >= _written(file) for file in files):
+    if plan is None and page.exists() and all(_written(page) >= _written(file) for file in files):
         return page
     from spartito.report import write_report
 
-    return write_report(run)
+    return write_report(run, plan)
 
 
 def shown(page: Path, env: Mapping[str, str], system: str = sys.platform) -> bool:

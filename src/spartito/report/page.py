@@ -34,6 +34,7 @@ from spartito.report.figures import (
 from spartito.report.layouts import layout_bars
 from spartito.report.lines import json_object, record_of
 from spartito.report.pipeline import timeline
+from spartito.report.predicted import beside, read_plan
 from spartito.report.templating import page_template
 from spartito.storage.atomic import write_file_atomically
 from spartito.storage.own_files import check_own, contains
@@ -45,21 +46,22 @@ Epoch = Mapping[str, Any]
 Facts = tuple[str, list[tuple[str, str]]]
 
 
-def write_report(run_dir: str | os.PathLike[str]) -> Path:
+def write_report(run_dir: str | os.PathLike[str], plan: Path | None = None) -> Path:
     """Write ``report.html`` into the run folder ``run_dir`` and return its path.
 
     It stands alone: no script, no link to elsewhere. Parts that the folder lacks are left out.
+    With a ``plan`` it shows what that predicted, too.
     Raises `UserError` when it is no run folder, or cannot be written.
     """
     folder = Path(run_dir)
     path = folder / REPORT
     check_own(folder, {REPORT: OF_A_PAGE})
-    write_file_atomically(path, render(folder))
+    write_file_atomically(path, render(folder, plan))
     return path
 
 
-def render(folder: Path) -> str:
-    """The page for the run folder ``folder``, as text."""
+def render(folder: Path, plan: Path | None = None) -> str:
+    """The page for the run folder ``folder``, as text; with what a plan predicted."""
     run = read_run(folder)
     template = page_template(
         "run.html.j2", figure=lambda value, name: figure(name, number(value)), heading=_heading
@@ -72,6 +74,7 @@ def render(folder: Path) -> str:
         charts=drawn(charts(run)),
         columns=_columns(run.epochs),
         best=best_epoch(run),
+        predicted=[] if plan is None else _predicted(run, folder, plan),
         cluster=_cluster(run.section("cluster"), run.config.get("strategy")),
         servers=_servers(run.config),
         pipeline=timeline(run.section("pipeline")),
@@ -220,6 +223,19 @@ class Card:
     value: str
     name: str
     more: str = ""
+
+
+def _predicted(run: Run, folder: Path, plan: Path) -> list[Bars]:
+    """What the plan at a path said, beside what the run did."""
+    told = [json_object(_text(file)) for file in sorted((folder / "tasks").glob("*.json"))]
+    memory = [number(each.get("peak_memory_bytes")) for each in told]
+    return beside(
+        read_plan(plan),
+        run.config,
+        finite(run.series("examples_per_second")),
+        [value for value in memory if value],
+        (page_colour(NEUTRAL), page_colour(TRAINING)),
+    )
 
 
 def headline(run: Run) -> list[Card]:
