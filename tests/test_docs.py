@@ -29,6 +29,14 @@ PAGES = sorted(
 STEP_BY_STEP = [
     page for page in PAGES if page.startswith(("docs/tutorials/", "docs/guides/coming-from/"))
 ]
+PLAIN = [
+    page
+    for page in PAGES
+    if page in ("README.md", "docs/index.md")
+    or page.startswith(("docs/tutorials/", "docs/reference/strategies/"))
+]
+MOST_WORDS = 30
+"""In a sentence of the pages that are read first; a name or a formula in code is one word."""
 OLD = {
     "accelerate": ("before.py", "accelerate"),
     "ddp": ("before.py", "torch"),
@@ -138,6 +146,26 @@ def test_the_first_page_is_short() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120
     assert len(text.split()) <= 900
+
+
+def sentences(page: str) -> Iterator[str]:
+    """The sentences of a page's prose: list items and cells of tables are apart."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", (ROOT / page).read_text(), flags=re.S | re.M)
+    text = re.sub(r"\[([^\]]*)\](\([^)]*\)|\[[^\]]*\])", r"\1", text)
+    text = re.sub(r"`[^`\n]*`", "code", text)
+    for part in re.split(r"\n\s*\n|\n(?=\s*[*#|\d])|(?<!\\)\|", text):
+        yield from re.split(r"(?<=[.!?:;])[*)\"]*\s+(?=[A-Z*(]|code)", part)
+
+
+@pytest.mark.parametrize("page", PLAIN)
+def test_the_sentences_of_first_pages_are_short(page: str) -> None:
+    assert [one for one in sentences(page) if len(one.split()) > MOST_WORDS] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "/" not in page])
+def test_the_links_of_the_first_pages_lead_somewhere(page: str) -> None:
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", (ROOT / page).read_text())
+    assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 def test_the_page_of_variables_has_those_of_the_sources() -> None:
