@@ -45,14 +45,7 @@ OLD = {
 """The scripts that a page begins with, and the package that each needs."""
 FENCE = re.compile(r"^( *)```(\w*)(?: title=\"(\S+)\")?\n(.*?)^\1```$", re.S | re.M)
 
-# What a page's blocks take for granted.
-BEFORE = {
-    "README.md": """
-import torch
-def loss_fn(output, target):
-    return torch.nn.functional.cross_entropy(output, target, reduction="none")
-""",
-    "docs/guides/checkpoints.md": """
+TRAINER = """
 import torch
 import spartito as sp
 data = torch.randn(64, 8), torch.randint(3, (64,))
@@ -60,7 +53,16 @@ net = torch.nn.Linear(8, 3)
 trainer = sp.Trainer(
     net, optimizer=torch.optim.Adam(net.parameters()), loss=torch.nn.CrossEntropyLoss()
 )
+"""
+# What a page's blocks take for granted.
+BEFORE = {
+    "README.md": """
+import torch
+def loss_fn(output, target):
+    return torch.nn.functional.cross_entropy(output, target, reduction="none")
 """,
+    "docs/guides/checkpoints.md": TRAINER,
+    "docs/guides/interruptions.md": TRAINER,
     "docs/guides/data.md": """
 import pathlib, torch, PIL.Image
 import spartito as sp
