@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from ast import literal_eval
 from collections.abc import Iterator
+from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 
@@ -46,11 +47,12 @@ def page(name: str) -> str:
 
 def options(name: str) -> dict[str, object]:
     """The options of a strategy's own, with their defaults: what not every strategy has so."""
-    found, of_all = (signature(one).parameters for one in (BUILT_IN[name].load(), sp.Strategy))
+    of_all = {one.name: one.default for one in fields(sp.Strategy)}
+    found = signature(BUILT_IN[name].load()).parameters.values()
     return {
         one.name: one.default
-        for one in found.values()
-        if one.name not in of_all or one.default != of_all[one.name].default
+        for one in found
+        if one.name not in of_all or one.default != of_all[one.name]
     }
 
 
