@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -122,15 +123,19 @@ def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     pages = tmp_path / "reference"
     assert 'id="spartito.Trainer"' in (pages / "api" / "training" / "index.html").read_text()
-    shown = (pages / "command-line" / "index.html").read_text()
-    for words, command in typed():
-        heading = f'<h2 id="{"-".join(words)}">'
-        assert heading in shown
-        text = shown.partition(heading)[2].partition("<h2 ")[0]
-        for one in command.params:
-            assert not one.opts[0].startswith("--") or one.opts[0] in text, one.opts
+    assert '<h2 id="spartito-run">' in (pages / "command-line" / "index.html").read_text()
     found = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
     assert any("local_sgd" in one["title"] for one in found)
+
+
+def test_the_page_of_the_command_line_has_every_command_and_option() -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "docs_pages.py"))["command_line"]()
+    for words, command in typed():
+        heading = f"\n## {' '.join(words)} {{"
+        assert heading in page
+        text = page.partition(heading)[2].partition("\n## ")[0]
+        for one in command.params:
+            assert one.hidden or f"`{one.opts[0]}" in text or one.opts[0].isidentifier(), one.opts
 
 
 def typed(*words: str, command: Any = None) -> Iterator[tuple[tuple[str, ...], Any]]:
