@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import typer
 
+import spartito as sp
 from spartito.cli.app import app
 from tests import skips
 from tests.commands import SPARTITO, Commands, commands_in
@@ -173,6 +175,14 @@ def test_the_sentences_of_first_pages_are_short(page: str) -> None:
 def test_the_links_of_the_first_pages_lead_somewhere(page: str) -> None:
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", (ROOT / page).read_text())
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pages = (ROOT / "docs" / "reference" / "api").glob("*.md")
+    listed = re.findall(r"^::: spartito\.(\w+)$", "".join(p.read_text() for p in pages), re.M)
+    names = [name for name in sp.__all__ if not isinstance(getattr(sp, name), ModuleType)]
+    modules = {"callbacks", "data", "extend", "launch", "metrics", "models"}
+    assert set(names) - modules <= set(listed)
 
 
 def test_the_page_of_variables_has_those_of_the_sources() -> None:
