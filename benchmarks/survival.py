@@ -36,6 +36,8 @@ FIELDS = (
 """Of a result, what is kept beside the page."""
 PICTURE = ROOT / "docs" / "pictures" / "survival.svg"
 BEGIN = "<!-- results: python -m benchmarks.survival -->"
+DETAILS = "<!-- each fault: python -m benchmarks.survival -->"
+"""Where a line of the page says that what follows is written here; people write before it."""
 SYNCHRONOUS = (
     "mirrored",
     "multi_worker_mirrored",
@@ -171,12 +173,18 @@ def write(out: Path, named: dict[str, Part]) -> None:
     PICTURE.write_text(picture({words: part for words, part in panels.items() if part}))
     shown = "![Faults by strategies](../pictures/survival.svg)"
     ran = {named[name].title: part for name, part in found.items() if part}
-    said = [BEGIN, summary(together), overview(ran), shown] if together else [BEGIN]
+    text = (
+        DOCS.read_text() if DOCS.exists() else f"# Survival\n\n{BEGIN}\n\n## Notes\n\n{DETAILS}\n"
+    )
+    head, _, rest = text.partition(BEGIN)
+    notes = rest.partition("\n## ")[2].partition(DETAILS)[0].rstrip()
+    said = [head.rstrip(), BEGIN]
+    said += [summary(together), overview(ran), shown] if together else []
+    said += [f"## {notes}", DETAILS]
     said += ["## Faults", legend(together)] if together else []
     for title, part in ran.items():
         said += [f"## {title}", summary(part), *(f"#{table}" for table in tables(part))]
-    head = DOCS.read_text().partition(BEGIN)[0].rstrip() if DOCS.exists() else "# Survival"
-    DOCS.write_text("\n\n".join([head, *said]) + "\n")
+    DOCS.write_text("\n\n".join(said) + "\n")
 
 
 def overview(ran: dict[str, list[dict[str, Any]]]) -> str:

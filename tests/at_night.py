@@ -81,6 +81,10 @@ PATTERNS = (
     "launch/test_slurm_again_integration.py::test_workers_after_the_servers_*",
     "launch/test_slurm_integration.py::test_launchers_inside_of_a_job*[[]srun of run]",
     "launch/test_slurm_integration.py::test_launchers_inside_of_a_job*[[]mpirun]",
+    # One script from another library runs at every change, and the tutorial with ssh.
+    "launch/test_tutorials.py::test_slurm",
+    "test_docs.py::test_a_page_works_step_by_step[[]docs/guides/coming-from/[!k]*",
+    "test_docs.py::test_a_script_from_elsewhere_runs*",
 )
 """Names as in ``tests/...``; those that end in " (slow)" mean tests with that mark alone."""
 

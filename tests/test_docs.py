@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -11,11 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import typer
 
+import spartito as sp
 from spartito.cli.app import app
 from tests import skips
 from tests.commands import SPARTITO, Commands, commands_in
@@ -29,6 +32,14 @@ PAGES = sorted(
 STEP_BY_STEP = [
     page for page in PAGES if page.startswith(("docs/tutorials/", "docs/guides/coming-from/"))
 ]
+PLAIN = [
+    page
+    for page in PAGES
+    if page in ("README.md", "docs/index.md")
+    or page.startswith(("docs/tutorials/", "docs/reference/strategies/"))
+]
+MOST_WORDS = 30
+"""In a sentence of the pages that are read first; a name or a formula in code is one word."""
 OLD = {
     "accelerate": ("before.py", "accelerate"),
     "ddp": ("before.py", "torch"),
@@ -37,14 +48,7 @@ OLD = {
 """The scripts that a page begins with, and the package that each needs."""
 FENCE = re.compile(r"^( *)```(\w*)(?: title=\"(\S+)\")?\n(.*?)^\1```$", re.S | re.M)
 
-# What a page's blocks take for granted.
-BEFORE = {
-    "README.md": """
-import torch
-def loss_fn(output, target):
-    return torch.nn.functional.cross_entropy(output, target, reduction="none")
-""",
-    "docs/guides/checkpoints.md": """
+TRAINER = """
 import torch
 import spartito as sp
 data = torch.randn(64, 8), torch.randint(3, (64,))
@@ -52,7 +56,16 @@ net = torch.nn.Linear(8, 3)
 trainer = sp.Trainer(
     net, optimizer=torch.optim.Adam(net.parameters()), loss=torch.nn.CrossEntropyLoss()
 )
+"""
+# What a page's blocks take for granted.
+BEFORE = {
+    "README.md": """
+import torch
+def loss_fn(output, target):
+    return torch.nn.functional.cross_entropy(output, target, reduction="none")
 """,
+    "docs/guides/checkpoints.md": TRAINER,
+    "docs/guides/interruptions.md": TRAINER,
     "docs/guides/data.md": """
 import pathlib, torch, PIL.Image
 import spartito as sp
@@ -112,15 +125,19 @@ def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     pages = tmp_path / "reference"
     assert 'id="spartito.Trainer"' in (pages / "api" / "training" / "index.html").read_text()
-    shown = (pages / "command-line" / "index.html").read_text()
-    for words, command in typed():
-        heading = f'<h2 id="{"-".join(words)}">'
-        assert heading in shown
-        text = shown.partition(heading)[2].partition("<h2 ")[0]
-        for one in command.params:
-            assert not one.opts[0].startswith("--") or one.opts[0] in text, one.opts
+    assert '<h2 id="spartito-run">' in (pages / "command-line" / "index.html").read_text()
     found = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
     assert any("local_sgd" in one["title"] for one in found)
+
+
+def test_the_page_of_the_command_line_has_every_command_and_option() -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "docs_pages.py"))["command_line"]()
+    for words, command in typed():
+        heading = f"\n## {' '.join(words)} {{"
+        assert heading in page
+        text = page.partition(heading)[2].partition("\n## ")[0]
+        for one in command.params:
+            assert one.hidden or f"`{one.opts[0]}" in text or one.opts[0].isidentifier(), one.opts
 
 
 def typed(*words: str, command: Any = None) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -138,6 +155,34 @@ def test_the_first_page_is_short() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120
     assert len(text.split()) <= 900
+
+
+def sentences(page: str) -> Iterator[str]:
+    """The sentences of a page's prose: list items and cells of tables are apart."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", (ROOT / page).read_text(), flags=re.S | re.M)
+    text = re.sub(r"\[([^\]]*)\](\([^)]*\)|\[[^\]]*\])", r"\1", text)
+    text = re.sub(r"`[^`\n]*`", "code", text)
+    for part in re.split(r"\n\s*\n|\n(?=\s*[*#|\d])|(?<!\\)\|", text):
+        yield from re.split(r"(?<=[.!?:;])[*)\"]*\s+(?=[A-Z*(]|code)", part)
+
+
+@pytest.mark.parametrize("page", PLAIN)
+def test_the_sentences_of_first_pages_are_short(page: str) -> None:
+    assert [one for one in sentences(page) if len(one.split()) > MOST_WORDS] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "/" not in page])
+def test_the_links_of_the_first_pages_lead_somewhere(page: str) -> None:
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", (ROOT / page).read_text())
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pages = (ROOT / "docs" / "reference" / "api").glob("*.md")
+    listed = re.findall(r"^::: spartito\.(\w+)$", "".join(p.read_text() for p in pages), re.M)
+    names = [name for name in sp.__all__ if not isinstance(getattr(sp, name), ModuleType)]
+    modules = {"callbacks", "data", "extend", "launch", "metrics", "models"}
+    assert set(names) - modules <= set(listed)
 
 
 def test_the_page_of_variables_has_those_of_the_sources() -> None:

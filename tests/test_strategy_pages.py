@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from ast import literal_eval
 from collections.abc import Iterator
-from inspect import Parameter, signature
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
+import spartito as sp
 from spartito.registry import BUILT_IN, OF_THE_JOB
 
 ROOT = Path(__file__).parents[1]
@@ -44,9 +46,14 @@ def page(name: str) -> str:
 
 
 def options(name: str) -> dict[str, object]:
-    """The options of a strategy's own, with their defaults."""
+    """The options of a strategy's own, with their defaults: what not every strategy has so."""
+    of_all = {one.name: one.default for one in fields(sp.Strategy)}
     found = signature(BUILT_IN[name].load()).parameters.values()
-    return {one.name: one.default for one in found if one.kind is not Parameter.KEYWORD_ONLY}
+    return {
+        one.name: one.default
+        for one in found
+        if one.name not in of_all or one.default != of_all[one.name]
+    }
 
 
 def documented(text: str) -> dict[str, str]:
