@@ -105,7 +105,7 @@ def main() -> int:
     every = mutants(SOURCES, ["."])
     drawn = [
         one
-        for one in sample(every, chosen.count, chosen.seed)
+        for one in sample(SOURCES, every, chosen.count, chosen.seed)
         if (chosen.only or "") in one.key
         and (chosen.packages is None or one.path.split("/")[0] in chosen.packages)
     ]
