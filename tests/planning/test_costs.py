@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from spartito.declared import parse
 from spartito.errors import UserError
 from spartito.launch.lines.line import Link
-from spartito.planning.costs.compute import slowest_of
+from spartito.planning.costs.compute import own_step, slowest_of
 from spartito.planning.costs.exchange import between, in_memory
 from spartito.planning.costs.failures import checkpointed
-from spartito.planning.costs.parts import INPUT, LINK, MEMORY, OTHERS, Situation
+from spartito.planning.costs.memory import BUFFERS, OPTIMIZER, PARAMETERS
+from spartito.planning.costs.parts import COMPUTE, INPUT, LINK, MEMORY, OTHERS, Situation
 from spartito.planning.costs.pipeline import balanced
 from spartito.planning.costs.servers import queueing
 from spartito.planning.profile import Line, Part
@@ -102,6 +103,32 @@ def test_bytes_are_those_that_are_sent(
     predicted = predict(parse(text), Situation(profile, own, 512)).cost.sent
     # Figures of the step ride along: 40 bytes for each other task of a sum, and its messages.
     assert predicted * 0.999 <= counted <= predicted * 1.001 + 400
+
+
+@pytest.mark.parametrize(
+    ("text", "machines", "parameters", "optimizer", "exchange"),
+    [
+        ("mirrored", 1, 1.0, 1 / 4, 1.0),  # one machine has the optimizer's state once
+        ("central_storage", 1, 1 / 4, 1 / 4, 1.0),
+        ("multi_worker_mirrored", 2, 1.0, 1.0, 1.0),
+        ('multi_worker_mirrored(compress="8bit")', 2, 1.0, 1.0, 5.0),
+    ],
+)
+def test_what_each_replica_has_in_memory(
+    text: str, machines: int, parameters: float, optimizer: float, exchange: float
+) -> None:
+    own = situation(machines=machines, workers=4)
+    memory, model = predict(parse(text), own).cost.memory, PROFILE.model
+    assert memory[PARAMETERS] == model.parameters * parameters + model.buffers
+    assert memory[OPTIMIZER] == model.optimizer * optimizer
+    assert memory[BUFFERS] == model.gradients * exchange
+
+
+def test_two_tasks_of_a_model_share_what_is_cut() -> None:
+    """Each has 55% of the parameters: 90% of the model is cut, and each computes a half of that."""
+    own = situation(workers=2)
+    seconds = predict(parse("mesh(model=2)"), own).cost.seconds
+    assert seconds[COMPUTE] == pytest.approx(own_step(own, 512)[COMPUTE] * (0.1 + 0.9 / 2))
 
 
 def test_a_sum_of_two_takes_what_was_measured() -> None:

@@ -88,6 +88,7 @@ def test_machines_come_from_a_file(
         (CLUSTER.replace("link: 10gbit", ""), "3 machines, and no line between them"),
         (CLUSTER.replace("32GB", "32"), "big: memory"),
         (CLUSTER.replace("count: 2", "count: 1.5"), "big: count is 1.5"),
+        (CLUSTER.replace("price: 0.8", "price: dear"), "big: price is 'dear'"),
         ("machines: {}", "names no machines"),
         ("[1", "cannot be read"),
         ("3", "is 3, and no mapping"),
