@@ -18,7 +18,15 @@ from spartito.planning.costs.compute import own_step, slowest_of
 from spartito.planning.costs.exchange import between, in_memory
 from spartito.planning.costs.failures import checkpointed
 from spartito.planning.costs.memory import BUFFERS, OPTIMIZER, PARAMETERS
-from spartito.planning.costs.parts import COMPUTE, INPUT, LINK, MEMORY, OTHERS, Situation
+from spartito.planning.costs.parts import (
+    COMPUTE,
+    INPUT,
+    LINK,
+    MEMORY,
+    OTHERS,
+    STAGES,
+    Situation,
+)
 from spartito.planning.costs.pipeline import balanced
 from spartito.planning.costs.servers import queueing
 from spartito.planning.profile import Line, Part
@@ -173,6 +181,14 @@ def test_stages_are_cut_as_evenly_as_can_be(times: list[float], stages: int) -> 
     )
     slowest = max(sum(part.seconds for part in stage) for stage in cut)
     assert slowest == pytest.approx(best, rel=1e-6)
+
+
+def test_stages_wait_while_a_pipeline_fills_and_empties() -> None:
+    """Two equal stages and 8 microbatches: one stage's time of one of them is idle."""
+    parts = tuple(replace(part, output=0.0) for part in PROFILE.parts)
+    own = replace(situation(workers=2), profile=replace(PROFILE, parts=parts))
+    seconds = predict(parse('pipeline(schedule="gpipe")'), own).cost.seconds
+    assert seconds[STAGES] == pytest.approx(seconds[COMPUTE] / 8, rel=0.02)
 
 
 @given(st.floats(0.01, 100), st.floats(1e-7, 1e-4), st.floats(0.1, 100))

@@ -283,12 +283,13 @@ def test_predictions_beside_what_was_measured(
         run("one_device", predicted["one_device"]),
         run("multi_worker_mirrored(bucket_bytes=9)", 5.0),
         run("sharded", 5.0, slow={"worker 1": 0.5}),
+        run("mirrored", 5.0, error="worker 1 was killed"),
     ]
     (tmp_path / "compare.json").write_text(json.dumps(record))
     found = check(tmp_path / "compare.json", PROFILE, own)
     assert [round(row.error, 6) for row in found.rows] == [0.25, 0.0]
     assert found.error == pytest.approx(0.125)
-    assert len(found.left_out) == 2
+    assert len(found.left_out) == 3
     assert main(["plan", "--profile", saved, "--check", str(tmp_path)]) == 0
     assert "median error" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"the profile is of cake\.py"):
