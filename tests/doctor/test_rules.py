@@ -298,6 +298,25 @@ def test_a_name_that_does_not_resolve_is_told_once_for_all_tasks() -> None:
     assert verdict.severity == "error"
 
 
+@pytest.mark.parametrize(
+    ("port", "said"),
+    [
+        (Port(21000, True), "21000: free"),
+        (Port(21000, False), "21000: taken"),
+        (Port(21000, False, drawn=4321), "4321: 21000 is taken"),
+        (Port(21000, False, agent=True), "21000: torchrun's"),
+        (None, "-"),
+    ],
+)
+def test_the_table_shows_who_came_and_its_port(port: Port | None, said: str) -> None:
+    given = report(facts(W0, port=port), facts(W1), expected=[W0, W1, W2], probes=[])
+    rows = grids(given)[0].rows
+    assert [row[0] for row in rows] == [W0, W1, W2]
+    assert [row[2] for row in rows] == ["is here", "is here", "did not come"]
+    assert rows[0][4] == said
+    assert rows[2][3:] == ["-"] * 4
+
+
 def test_the_port_of_torchruns_agent_is_as_it_should_be() -> None:
     agent = facts(W0, port=Port(21000, False, "python (process 7)", agent=True))
     assert judge(report(agent, facts(W1), facts(W2))) == []
