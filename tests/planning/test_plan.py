@@ -14,6 +14,7 @@ from torch import nn
 
 import spartito as sp
 from spartito.cli import main
+from spartito.data.batch import Batch
 from spartito.errors import UserError
 from spartito.launch.job import Program
 from spartito.names import ENV_PROFILE
@@ -21,6 +22,7 @@ from spartito.planning.check import check
 from spartito.planning.measure import _exchanges, profile_of
 from spartito.planning.profile import Profile
 from spartito.training import step_profile
+from spartito.training.step_profile import _tokens
 from tests.planning.made import PROFILE, cluster
 
 
@@ -254,6 +256,20 @@ def test_a_training_is_profiled_and_planned(
     capsys.readouterr()
     assert main(["plan", "--profile", str(file), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["choices"]) > 5
+
+
+@pytest.mark.parametrize(
+    ("x", "tokens"),
+    [
+        (torch.zeros(2, 7, dtype=torch.int64), 7),
+        ({"ids": torch.zeros(2, 7, dtype=torch.int64)}, 7),
+        (torch.zeros(2, 7), None),
+        (torch.zeros(2, 7, 3, dtype=torch.int64), None),
+        ({"ids": torch.zeros(2, 7), "more": torch.zeros(2, 7)}, None),
+    ],
+)
+def test_examples_of_whole_numbers_are_tokens(x: Any, tokens: int | None) -> None:
+    assert _tokens(Batch((x, torch.zeros(2)), 2, 2, torch.arange(2), 0, 0)) == tokens
 
 
 def run(strategy: str, rate: float, **more: Any) -> dict[str, Any]:
