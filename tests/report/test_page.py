@@ -247,3 +247,10 @@ def test_groups_that_train_apart_have_their_curves(tmp_path: Path) -> None:
     )
     assert "Bytes between sites" in page(history(tmp_path / "sites", sites))
     assert "Loss of each group" not in page(history(tmp_path / "other", '{"epoch": 1, "loss": 1}'))
+
+
+def test_large_whole_numbers_are_grouped(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"fit": {"examples": 10000, "epochs": 9999}}))
+    text = page(tmp_path)
+    assert "10,000" in text
+    assert "9999" in text
