@@ -24,6 +24,13 @@ Shape = tuple[int, ...]
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 
 
+def test_names_of_one_tensor_are_in_the_first_file() -> None:
+    tied, other = torch.ones(2), torch.ones(3)
+    tasks = ({"a": tied, "b": tied}, {"c": other})
+    found = plan([{"model": Local.of("model", state, {}).told()} for state in tasks])
+    assert [dict(file.aliases) for file in found.files] == [{"b": "a"}, {}]
+
+
 def values(shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
     """Bits of all kinds, NaNs too."""
     generator = torch.Generator().manual_seed(len(shape))

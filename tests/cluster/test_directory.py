@@ -139,7 +139,7 @@ def test_without_the_variable_it_says_nothing() -> None:
         ({"SPARTITO_TASK": ""}, ["SPARTITO_TASK is not"]),
         ({"SPARTITO_TASK": "worker 2"}, ["worker 2", "worker 0, worker 1", "SPARTITO_WORKERS"]),
         ({"SPARTITO_TASK": "ps 0"}, ["ps 0", "SPARTITO_PS"]),
-        ({"SPARTITO_WORKERS": ""}, ["SPARTITO_WORKERS"]),
+        ({"SPARTITO_WORKERS": ""}, ["SPARTITO_WORKERS does not say for how many"]),
         ({"SPARTITO_WORKERS": "two"}, ["'two'"]),
         ({"SPARTITO_TIMEOUT": "soon"}, ["'soon'"]),
         ({"SPARTITO_ADDRESS": "nowhere"}, ["'nowhere'"]),

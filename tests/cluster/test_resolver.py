@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from spartito.cluster import ClusterSpec, resolve
-from spartito.cluster.resolver import RESOLVERS, remarks
+from spartito.cluster.resolver import RESOLVERS, remarks, replicas_here
 from spartito.errors import UserError
 from tests.cluster.environments import SBATCH_SHELL, mpich, open_mpi, srun
 from tests.cluster.orchestrated import TORCHRUN, indexed_job, pytorch_job, skypilot
@@ -34,6 +34,14 @@ def everything(folder: Path) -> list[dict[str, str]]:
         },
         gke(1),
     ]
+
+
+def test_how_many_replicas_a_machine_has() -> None:
+    here = '{"cluster": {"worker": ["a:1", "a:2"]}, "task": {"type": "worker", "index": 1}}'
+    assert replicas_here({}) == 1
+    assert replicas_here({"TF_CONFIG": TF_CONFIG}) == 1  # the other is elsewhere
+    assert replicas_here({"TF_CONFIG": here}) == 2
+    assert replicas_here({"TF_CONFIG": "{"}) == 1
 
 
 def test_nobody_said_anything() -> None:

@@ -168,6 +168,9 @@ def test_slices_of_a_queued_resource_are_in_what_the_server_knows(tmp_path: Path
 
 def test_a_machine_that_the_server_knows_no_slice_of_is_alone(tmp_path: Path) -> None:
     pci, vfio = bus(tmp_path)
+    for known in ("agent-worker-number", "worker-network-endpoints"):
+        with metadata({known: ATTRIBUTES[known]}) as env:
+            assert from_tpu(env, pci, vfio) is None
     with metadata({}) as env:
         assert from_tpu(env, pci, vfio) is None
     one = ATTRIBUTES | {

@@ -159,12 +159,13 @@ def test_a_table_is_read_in_the_version_that_was_opened(tmp_path: Path) -> None:
     [
         ("lance", "a.lance", "lance"),
         ("array_record.python.array_record_module", "a.array_record", "array-record"),
+        ("pyarrow.parquet", "a.parquet", "parquet"),
     ],
 )
 def test_a_package_that_is_not_installed_is_named(
     package: str, name: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "a.array_record").touch()
+    (tmp_path / name).touch()
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=rf"spartito\[{extra}\]"):
         sp.data.packed(tmp_path / name)

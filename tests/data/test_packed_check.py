@@ -91,6 +91,8 @@ def test_info_of_each_format(format: str, tmp_path: Path, capsys: Out) -> None:
     assert (facts["format"], facts["examples"], facts["files"]) == (format, 40, 2)
     assert "array (7,)" in said
     assert facts["memory"]["bytes"] > 40 * 28
+    blocks = facts["memory"]["blocks"]
+    assert f"memory of a task with shuffle(blocks={blocks}): about" in said
     assert main_info(str(tmp_path / "nothing")) == 2
     assert main_info(str(tmp_path / "data"), ("nothing",)) in (0, 2)
 

@@ -319,7 +319,7 @@ def test_another_secret_is_told_on_both_sides_before_the_time_is_over(commands: 
         found = report(program.end())
         assert found["exit_code"] == 1
         assert found["seconds"] < PATIENT / 2
-        assert f"another secret than {found['coordinator']}: {other}" in what(found, "secret")
+        assert f"another secret than {found['coordinator']}: it is {other}" in what(found, "secret")
 
 
 @pytest.mark.parametrize("words", [["--workers", "0"], ["--timeout", "0"], ["--timeout", "nan"]])

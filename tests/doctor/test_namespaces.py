@@ -152,8 +152,9 @@ def test_a_line_that_drops_large_packets(
 def test_an_own_name_that_means_the_loopback(commands: Commands, hosts: Hosts) -> None:
     found = report(examine(commands, hosts("alpha", "beta", own_name="127.0.1.1")))
     assert found["exit_code"] == 0
-    assert "on worker 0 its own name alpha means 127.0.1.1" in what(found, "loopback")
-    assert "on worker 1 its own name beta means 127.0.1.1" in what(found, "loopback")
+    for task, name in (("worker 0", "alpha"), ("worker 1", "beta")):
+        said = f"{task} finds 127.0.1.1, a loopback address, for its own name {name}"
+        assert said in what(found, "loopback")
 
 
 @pytest.mark.slow

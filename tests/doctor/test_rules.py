@@ -147,7 +147,7 @@ def one_other(task: str, **changes: object) -> Findings:
             alone(probes=[probe(W0, W2, "other secret")]),
             "secret",
             "error",
-            "at c:21000 is a task of Spartito with another secret than worker 0",
+            "a task of Spartito at c:21000 has another secret than worker 0: it is worker 2, or",
             1,
         ),
         (
@@ -161,7 +161,7 @@ def one_other(task: str, **changes: object) -> Findings:
             one_other(W0, names=[Name("a", ["127.0.1.1"])]),
             "loopback",
             "warning",
-            "its own name a means 127.0.1.1",
+            "worker 0 finds 127.0.1.1, a loopback address, for its own name a",
             0,
         ),
         (
@@ -182,7 +182,7 @@ def one_other(task: str, **changes: object) -> Findings:
             one_other(W1, port=Port(21000, True, foreign=True)),
             "foreign address",
             "note",
-            "b is no address of an interface of worker 1",
+            "no interface of worker 1 has the address b",
             0,
         ),
         (
@@ -233,7 +233,7 @@ def one_other(task: str, **changes: object) -> Findings:
             without_speed((W2, W1)),
             "not measured",
             "warning",
-            "1 connection between tasks that training uses was not measured",
+            "1 connection that training uses was not measured",
             0,
         ),
         *(
@@ -266,7 +266,7 @@ def test_what_is_wrong_is_said_with_what_to_do(
 def test_a_caller_with_another_secret_stands_for_the_missing_task_of_its_host() -> None:
     names = [Name("c", ["10.0.0.3"])]
     given = report(facts(W0, names=names), facts(W1), other_secrets=["10.0.0.3"], probes=[])
-    assert "at 10.0.0.3 is a task" in the_verdict(given, "secret").message
+    assert "a task of Spartito at 10.0.0.3" in the_verdict(given, "secret").message
     assert exit_code(judge(given)) == 1
     assert exit_code(judge(msgspec.structs.replace(given, other_secrets=["10.0.0.9"]))) == 69
 
@@ -287,7 +287,7 @@ def test_loopback_addresses_are_wrong_among_several_hosts_only(networks: tuple[s
 def test_loopback_addresses_are_told_when_a_task_does_not_come() -> None:
     addresses = {W0: "localhost:21000", W1: "localhost:21001"}
     given = report(facts(W0), expected=[W0, W1], addresses=addresses, probes=[])
-    assert "only tasks on that same machine" in the_verdict(given, "loopback").message
+    assert "only tasks on the same machine" in the_verdict(given, "loopback").message
 
 
 def test_a_name_that_does_not_resolve_is_told_once_for_all_tasks() -> None:
@@ -296,6 +296,25 @@ def test_a_name_that_does_not_resolve_is_told_once_for_all_tasks() -> None:
     verdict = the_verdict(given, "name")
     assert "the name b does not resolve on worker 0 and worker 2" in verdict.message
     assert verdict.severity == "error"
+
+
+@pytest.mark.parametrize(
+    ("port", "said"),
+    [
+        (Port(21000, True), "21000: free"),
+        (Port(21000, False), "21000: taken"),
+        (Port(21000, False, drawn=4321), "4321: 21000 is taken"),
+        (Port(21000, False, agent=True), "21000: torchrun's"),
+        (None, "-"),
+    ],
+)
+def test_the_table_shows_who_came_and_its_port(port: Port | None, said: str) -> None:
+    given = report(facts(W0, port=port), facts(W1), expected=[W0, W1, W2], probes=[])
+    rows = grids(given)[0].rows
+    assert [row[0] for row in rows] == [W0, W1, W2]
+    assert [row[2] for row in rows] == ["is here", "is here", "did not come"]
+    assert rows[0][4] == said
+    assert rows[2][3:] == ["-"] * 4
 
 
 def test_the_port_of_torchruns_agent_is_as_it_should_be() -> None:
@@ -346,7 +365,7 @@ def test_a_direction_is_compared_with_its_reverse(bandwidth: float, told: bool) 
 
 def test_what_was_not_measured_is_not_said_to_be_well() -> None:
     given = without_speed((W0, W1))
-    assert "what was measured is well" in closing(given, judge(given))
+    assert "nothing that was measured is wrong" in closing(given, judge(given))
 
 
 def test_many_connections_that_training_does_not_make_need_no_figures() -> None:
@@ -371,7 +390,8 @@ def test_a_thin_line_is_compressed(bandwidth: float, way: str) -> None:
     assert f"compress='{way}'" in verdict.advice
     # Each of 3 machines sends two thirds of 10 MB, and as much of the sums.
     seconds = 2 * 10e6 * 2 / 3 / bandwidth
-    assert f"{duration(seconds)} for 10," in verdict.message
+    times = f"{duration(seconds / 10)}, {duration(seconds)} and "
+    assert f"gradients of 1, 10 and 100 MB takes {times}" in verdict.message
     servers = msgspec.structs.replace(given, expected=[*given.expected, "ps 0"])
     groups = report(*(facts(task, process_group=True) for task in ADDRESSES), speeds=given.speeds)
     together = report(*(facts(task, machine="boot") for task in ADDRESSES), speeds=given.speeds)

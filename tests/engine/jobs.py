@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from spartito.collectives.collective import Collective
 from spartito.data.batch import Batch
 from spartito.engine.batchnorm import average_statistics, local_batchnorms, synchronize_batchnorm
+from spartito.engine.buffers import unlike, unlike_caches
 from spartito.engine.gradients import Gradients, LocalGradients, PackedGradients
 from spartito.engine.loss import LossFunction, evaluate_loss, weigh
 from spartito.engine.step_context import StepContext, within
@@ -191,3 +192,20 @@ def sparse(collective: Collective) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
+
+
+def unlike_buffers(collective: Collective) -> list[dict[str, list[int]]]:
+    """Which buffers differ: one on the last rank, one on none, and a cache of other sizes."""
+    rank, last = collective.rank, collective.world_size - 1
+    alike = {"same": torch.arange(3.0), "counted": torch.tensor(7)}
+    buffers = {"odd": torch.full((3,), float(rank == last)), **alike}
+    some: dict[str, Tensor | None] = {**buffers, "rows": torch.zeros(rank + 1), "none": None}
+    caches: dict[str, Tensor | None] = {**alike}
+    return [
+        unlike(collective, buffers),
+        unlike(collective, alike),
+        unlike(collective, {}),
+        unlike_caches(collective, some),
+        unlike_caches(collective, caches),
+        unlike_caches(collective, {}),
+    ]

@@ -104,6 +104,17 @@ def test_weights_go_with_gradients_that_the_user_drops() -> None:
     assert weight.grad.tolist() == [4.0, 4.0]
 
 
+def test_what_waits_can_be_divided_by_another_number() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    gradients = LocalGradients(torch.optim.SGD([weight], 0.1))
+    gradients.begin(4.0)
+    weight.grad = torch.ones(2)
+    for divisor, expected in ((4.0, 1.0), (8.0, 0.5), (8.0, 0.5)):
+        gradients.rescale(divisor)
+        assert weight.grad.tolist() == [expected] * 2
+    assert gradients.begin(4.0) == 8.0
+
+
 def test_parameters_are_followed() -> None:
     first, late, left = (nn.Parameter(torch.ones(1), requires_grad=n != 1) for n in range(3))
     left.sum().backward()  # in a training before

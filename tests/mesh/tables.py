@@ -263,6 +263,7 @@ def joins() -> Cases:
         "unbind": (lambda x: (x.unbind(1), list(x)), [x]),
         "select": (lambda x: (x[0], x[:, 1], x[..., -1], x.select(1, 2)), [x]),
         "slice": (lambda x: (x[:, 1:3], x[:1], x[..., ::2], x[:, :4], x[:, None, 0]), [x]),
+        "slice, dots": (lambda x: (x[:, ..., 1], x[..., 1, :2]), [x]),
         "narrow": (lambda x: (x.narrow(1, 1, 2), x.narrow(-1, 0, 6)), [x]),
         "by tensor": (lambda x: (x[at], x[:, at], x[[1, 0]], x.index_select(1, at)), [x]),
         "by mask": (lambda x: (x[:, torch.tensor([True, False, True, True])], x[x > 0]), [x]),

@@ -96,6 +96,9 @@ def main() -> int:
         action="store_true",
         help="go on with the last run's list of which test comes where, if there is one",
     )
+    parser.add_argument(
+        "--forms", type=int, help="record so many forms of each test with parameters (default: all)"
+    )
     parser.add_argument("--record", action="store_true", help="make that list, and run nothing")
     parser.add_argument(
         "--tests", nargs="+", default=["tests"], help="the tests that may notice (default: all)"
@@ -105,7 +108,7 @@ def main() -> int:
     every = mutants(SOURCES, ["."])
     drawn = [
         one
-        for one in sample(every, chosen.count, chosen.seed)
+        for one in sample(SOURCES, every, chosen.count, chosen.seed)
         if (chosen.only or "") in one.key
         and (chosen.packages is None or one.path.split("/")[0] in chosen.packages)
     ]
@@ -118,7 +121,7 @@ def main() -> int:
         for target in folders_of(chosen.tests):
             if not {*target} <= {*tests.targets}:
                 print(f"Which test comes where: {', '.join(target)}", flush=True)
-                tests |= trees[0].record(target, chosen.jobs, drawn)
+                tests |= trees[0].record(target, chosen.jobs, drawn, chosen.forms)
                 tests.save(MAP)
         if chosen.record:
             return 0

@@ -8,6 +8,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -83,17 +84,27 @@ def mutants(root: Path, packages: Iterable[str]) -> list[Mutant]:
     return [one for file in files for one in of_source(str(file.relative_to(root)), file)]
 
 
-def sample(found: Iterable[Mutant], count: int, seed: int) -> list[Mutant]:
-    """The same ``count`` of them for a seed; a change elsewhere replaces few of these."""
+def sample(root: Path, found: Iterable[Mutant], count: int, seed: int) -> list[Mutant]:
+    """The same ``count`` of them for a seed, of files below ``root``; each compiles.
+
+    A change elsewhere replaces few of these.
+    """
 
     def drawn(mutant: Mutant) -> bytes:
         return hashlib.sha256(f"{seed} {mutant.key}".encode()).digest()
 
-    return sorted(found, key=drawn)[:count]
+    def compiles(mutant: Mutant) -> bool:
+        try:
+            compile(mutant.apply((root / mutant.path).read_bytes()), mutant.path, "exec")
+        except (SyntaxError, ValueError):
+            return False
+        return True
+
+    return list(islice(filter(compiles, sorted(found, key=drawn)), count))
 
 
 def of_source(path: str, file: Path) -> list[Mutant]:
-    """The mutants of one file, each of which compiles."""
+    """The mutants of one file."""
     source = file.read_bytes()
     lines = source.splitlines(keepends=True)
     starts = [0]
@@ -111,13 +122,8 @@ def of_source(path: str, file: Path) -> list[Mutant]:
         plain = Mutant(path, function, (0, 0), _worded(node), after)
         counts[plain] += 1
         mutant = replace(plain, span=span, count=counts[plain])
-        if mutant.before == after:
-            continue
-        try:
-            compile(mutant.apply(source), path, "exec")
-        except (SyntaxError, ValueError):
-            continue
-        made.append(mutant)
+        if mutant.before != after:
+            made.append(mutant)
     return made
 
 

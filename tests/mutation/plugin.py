@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from tests import processes
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chosen", type=Path, help="a file of the tests to run, with limits")
+    parser.addoption("--forms", type=int, help="run so many forms of each test with parameters")
     parser.addoption("--entered", type=Path, help="the folder that the recorder writes to")
 
 
@@ -23,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if forms := config.getoption("--forms"):
+        items[:] = some_forms(items, forms)
     if file := config.getoption("--chosen"):
         limits = json.loads(file.read_text())
         order = {test: number for number, test in enumerate(limits)}
@@ -31,6 +37,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )
         for item in items:
             item.add_marker(pytest.mark.timeout(limits[item.nodeid]), append=False)
+
+
+def some_forms(items: Sequence[pytest.Item], count: int) -> list[pytest.Item]:
+    """``count`` of the tests that differ in their parameters alone, drawn by their names."""
+
+    def drawn(item: pytest.Item) -> bytes:
+        return hashlib.sha256(item.nodeid.encode()).digest()
+
+    seen = Counter[str]()
+    chosen = set()
+    for item in sorted(items, key=drawn):
+        name = item.nodeid.partition("[")[0]
+        seen[name] += 1
+        if seen[name] <= count:
+            chosen.add(item)
+    return [item for item in items if item in chosen]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -61,11 +62,16 @@ def test_a_mutant_is_one_change_of_the_file(found: list[Mutant]) -> None:
     assert mutant.apply(SOURCE.encode()).decode() == SOURCE.replace("é is b", "(é is not b)")
 
 
-def test_a_sample_is_the_same_for_a_seed_and_stays_when_others_come(found: list[Mutant]) -> None:
-    assert sample(found, 3, seed=1) == sample(found[::-1], 3, seed=1)
-    assert sample(found, 8, seed=1) != sample(found, 8, seed=2)
-    without = sample(found[1:], 4, seed=1)
-    assert len({*without} & {*sample(found, 4, seed=1)}) >= 3
+def test_a_sample_is_the_same_for_a_seed_and_stays_when_others_come(
+    found: list[Mutant], tmp_path: Path
+) -> None:
+    some = partial(sample, tmp_path)
+    assert some(found, 3, seed=1) == some(found[::-1], 3, seed=1)
+    assert some(found, 8, seed=1) != some(found, 8, seed=2)
+    without = some(found[1:], 4, seed=1)
+    assert len({*without} & {*some(found, 4, seed=1)}) >= 3
+    broken = replace(found[0], after="(")
+    assert broken not in some([broken, *found], 9, seed=1)
 
 
 @pytest.mark.slow

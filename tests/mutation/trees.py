@@ -131,10 +131,17 @@ class Tree:
         self._server: subprocess.Popen[str] | None = None
         self._mark = secrets.token_hex(8)
 
-    def record(self, targets: Sequence[str], processes: int, chosen: Iterable[Mutant] = ()) -> Map:
+    def record(
+        self,
+        targets: Sequence[str],
+        processes: int,
+        chosen: Iterable[Mutant] = (),
+        forms: int | None = None,
+    ) -> Map:
         """Run the tests ``targets`` without a mutant, by so many processes of pytest.
 
-        Which of them come to the lines of the ``chosen`` mutants is recorded too.
+        Which of them come to the lines of the ``chosen`` mutants is recorded too. Of tests with
+        parameters so many ``forms`` run, if not all.
         """
         folder = self.folder / "entered"
         folder.mkdir()
@@ -151,7 +158,8 @@ class Tree:
         recording = init.read_bytes() + b"\nimport recorder\n"
         with _changed(init, recording), ThreadPoolExecutor(processes) as pool:
             for part, its in parts.items():
-                pool.submit(self._pytest, [f"--entered={folder}", *its], {PART: part})
+                some = [] if forms is None else [f"--forms={forms}"]
+                pool.submit(self._pytest, [f"--entered={folder}", *some, *its], {PART: part})
         entered: defaultdict[str, set[str]] = defaultdict(set)
         reached: defaultdict[str, set[str]] = defaultdict(set)
         seconds: defaultdict[str, float] = defaultdict(float)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from spartito.errors import UserError
 from spartito.pipeline.cut import Cut
 from spartito.pipeline.program import record
+from spartito.pipeline.split import balanced
 from spartito.pipeline.stage import run
 from spartito.strategies import PipelineStrategy
 from tests.pipeline import jobs
@@ -173,3 +175,19 @@ def test_what_crosses_between_stages_is_counted(replicas: Replicas) -> None:
     crossing = 8 * 16 * 8  # rows, width and bytes of a number, one way
     assert first == (crossing, 3 * crossing)  # gradients, from the task with the last stage
     assert second == (first[0] + 16, first[1] + 16)  # activations; the first ones tell their dtype
+
+
+def test_parts_are_measured_by_two_forward_and_backward_passes() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    passes = Counter[str]()
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda _, name=name: passes.update([name]))
+
+    def call() -> torch.Tensor:
+        output: torch.Tensor = model(torch.ones(3, 2))
+        return output
+
+    (start,) = balanced(record(model, call), model, 2, call)
+    assert start.path in ("1", "2")
+    assert passes == {name: 2 for name, _ in model.named_parameters()}
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -14,10 +14,20 @@ from hypothesis import strategies as st
 from spartito.declared import parse
 from spartito.errors import UserError
 from spartito.launch.lines.line import Link
-from spartito.planning.costs.compute import slowest_of
+from spartito.planning.costs.compute import own_step, slowest_of
 from spartito.planning.costs.exchange import between, in_memory
 from spartito.planning.costs.failures import checkpointed
-from spartito.planning.costs.parts import INPUT, LINK, MEMORY, OTHERS, SERVERS, Situation
+from spartito.planning.costs.memory import BUFFERS, OPTIMIZER, PARAMETERS
+from spartito.planning.costs.parts import (
+    COMPUTE,
+    INPUT,
+    LINK,
+    MEMORY,
+    OTHERS,
+    SERVERS,
+    STAGES,
+    Situation,
+)
 from spartito.planning.costs.pipeline import balanced
 from spartito.planning.costs.servers import queueing
 from spartito.planning.profile import Line, Part
@@ -104,6 +114,32 @@ def test_bytes_are_those_that_are_sent(
     assert predicted * 0.999 <= counted <= predicted * 1.001 + 400
 
 
+@pytest.mark.parametrize(
+    ("text", "machines", "parameters", "optimizer", "exchange"),
+    [
+        ("mirrored", 1, 1.0, 1 / 4, 1.0),  # one machine has the optimizer's state once
+        ("central_storage", 1, 1 / 4, 1 / 4, 1.0),
+        ("multi_worker_mirrored", 2, 1.0, 1.0, 1.0),
+        ('multi_worker_mirrored(compress="8bit")', 2, 1.0, 1.0, 5.0),
+    ],
+)
+def test_what_each_replica_has_in_memory(
+    text: str, machines: int, parameters: float, optimizer: float, exchange: float
+) -> None:
+    own = situation(machines=machines, workers=4)
+    memory, model = predict(parse(text), own).cost.memory, PROFILE.model
+    assert memory[PARAMETERS] == model.parameters * parameters + model.buffers
+    assert memory[OPTIMIZER] == model.optimizer * optimizer
+    assert memory[BUFFERS] == model.gradients * exchange
+
+
+def test_two_tasks_of_a_model_share_what_is_cut() -> None:
+    """Each has 55% of the parameters: 90% of the model is cut, and each computes a half of that."""
+    own = situation(workers=2)
+    seconds = predict(parse("mesh(model=2)"), own).cost.seconds
+    assert seconds[COMPUTE] == pytest.approx(own_step(own, 512)[COMPUTE] * (0.1 + 0.9 / 2))
+
+
 def test_a_sum_of_two_takes_what_was_measured() -> None:
     nbytes = 10_000_000.0
     assert in_memory(MACHINE, nbytes, 2, cores=4) == pytest.approx(MACHINE.shared.at(nbytes))
@@ -146,6 +182,14 @@ def test_stages_are_cut_as_evenly_as_can_be(times: list[float], stages: int) -> 
     )
     slowest = max(sum(part.seconds for part in stage) for stage in cut)
     assert slowest == pytest.approx(best, rel=1e-6)
+
+
+def test_stages_wait_while_a_pipeline_fills_and_empties() -> None:
+    """Two equal stages and 8 microbatches: one stage's time of one of them is idle."""
+    parts = tuple(replace(part, output=0.0) for part in PROFILE.parts)
+    own = replace(situation(workers=2), profile=replace(PROFILE, parts=parts))
+    seconds = predict(parse('pipeline(schedule="gpipe")'), own).cost.seconds
+    assert seconds[STAGES] == pytest.approx(seconds[COMPUTE] / 8, rel=0.02)
 
 
 @given(st.floats(0.01, 100), st.floats(1e-7, 1e-4), st.floats(0.1, 100))

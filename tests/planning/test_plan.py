@@ -14,6 +14,7 @@ from torch import nn
 
 import spartito as sp
 from spartito.cli import main
+from spartito.data.batch import Batch
 from spartito.errors import UserError
 from spartito.launch.job import Program
 from spartito.names import ENV_PROFILE
@@ -21,6 +22,7 @@ from spartito.planning.check import check
 from spartito.planning.measure import _exchanges, profile_of
 from spartito.planning.profile import Profile
 from spartito.training import step_profile
+from spartito.training.step_profile import _tokens
 from tests.planning.made import PROFILE, cluster
 
 
@@ -88,6 +90,7 @@ def test_machines_come_from_a_file(
         (CLUSTER.replace("link: 10gbit", ""), "3 machines, and no line between them"),
         (CLUSTER.replace("32GB", "32"), "big: memory"),
         (CLUSTER.replace("count: 2", "count: 1.5"), "big: count is 1.5"),
+        (CLUSTER.replace("price: 0.8", "price: dear"), "big: price is 'dear'"),
         ("machines: {}", "names no machines"),
         ("[1", "cannot be read"),
         ("3", "is 3, and no mapping"),
@@ -255,6 +258,20 @@ def test_a_training_is_profiled_and_planned(
     assert len(json.loads(capsys.readouterr().out)["choices"]) > 5
 
 
+@pytest.mark.parametrize(
+    ("x", "tokens"),
+    [
+        (torch.zeros(2, 7, dtype=torch.int64), 7),
+        ({"ids": torch.zeros(2, 7, dtype=torch.int64)}, 7),
+        (torch.zeros(2, 7), None),
+        (torch.zeros(2, 7, 3, dtype=torch.int64), None),
+        ({"ids": torch.zeros(2, 7), "more": torch.zeros(2, 7)}, None),
+    ],
+)
+def test_examples_of_whole_numbers_are_tokens(x: Any, tokens: int | None) -> None:
+    assert _tokens(Batch((x, torch.zeros(2)), 2, 2, torch.arange(2), 0, 0)) == tokens
+
+
 def run(strategy: str, rate: float, **more: Any) -> dict[str, Any]:
     epochs = [
         {"epoch": n, "step": 10 * n, "loss": 1 / n, "seconds": 1.0, "examples_per_second": rate}
@@ -282,12 +299,13 @@ def test_predictions_beside_what_was_measured(
         run("one_device", predicted["one_device"]),
         run("multi_worker_mirrored(bucket_bytes=9)", 5.0),
         run("sharded", 5.0, slow={"worker 1": 0.5}),
+        run("mirrored", 5.0, error="worker 1 was killed"),
     ]
     (tmp_path / "compare.json").write_text(json.dumps(record))
     found = check(tmp_path / "compare.json", PROFILE, own)
     assert [round(row.error, 6) for row in found.rows] == [0.25, 0.0]
     assert found.error == pytest.approx(0.125)
-    assert len(found.left_out) == 2
+    assert len(found.left_out) == 3
     assert main(["plan", "--profile", saved, "--check", str(tmp_path)]) == 0
     assert "median error" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"the profile is of cake\.py"):

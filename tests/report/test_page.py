@@ -4,11 +4,13 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from spartito.errors import UserError
 from spartito.report import write_report
+from spartito.report.charts import NEUTRAL, Chart, Line, svg
 from spartito.report.page import best_epoch, charts, headline, read_run
 from tests.pages import checked
 
@@ -68,6 +70,22 @@ def test_the_curves_take_their_colours_from_the_page(run_dir: Path) -> None:
 def test_the_same_files_give_the_same_page(run_dir: Path) -> None:
     first = page(run_dir)
     assert page(run_dir) == first
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "labels"),
+    [
+        ([0.5, 0.75, 1.0], {"percent": True}, ["60%", "75%", "90%"]),
+        ([0.0, 3e6, 9e6], {"sizes": True}, ["2.0 MB", "8.0 MB"]),
+        ([0.0, 3e6, 9e6], {}, ["2,000,000"]),
+        ([1.0, 3.0, 9.0], {"log_y": True}, ["1", "2", "5"]),
+    ],
+)
+def test_axes_have_round_numbers(
+    values: list[float], options: dict[str, Any], labels: list[str]
+) -> None:
+    text = svg(Chart("a", "x", [Line("b", [0, 1, 2], values, NEUTRAL)], **options))
+    assert {*labels} <= {*re.findall(r"<text[^>]*>([^<]*)</text>", text)}
 
 
 def test_an_epoch_says_what_was_done_again(tmp_path: Path) -> None:
@@ -229,3 +247,10 @@ def test_groups_that_train_apart_have_their_curves(tmp_path: Path) -> None:
     )
     assert "Bytes between sites" in page(history(tmp_path / "sites", sites))
     assert "Loss of each group" not in page(history(tmp_path / "other", '{"epoch": 1, "loss": 1}'))
+
+
+def test_large_whole_numbers_are_grouped(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"fit": {"examples": 10000, "epochs": 9999}}))
+    text = page(tmp_path)
+    assert "10,000" in text
+    assert "9999" in text

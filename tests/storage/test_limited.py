@@ -27,6 +27,7 @@ def test_what_moves_and_then_stands_still_is_given_up() -> None:
     never = Event()
 
     def work(moved: Callable[[], None]) -> None:
+        never.wait(0.2)  # the other waits already
         moved()
         never.wait()
 

@@ -69,7 +69,7 @@ def closing(findings: Findings, verdicts: Sequence[Verdict]) -> str:
     but = f", but look at the {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
     tasks = f"{there} of {expected} task{'s' * (expected > 1)} {'is' if there == 1 else 'are'} here"
     part = any(v.kind == "not measured" and v.severity == "warning" for v in verdicts)
-    well = "what was measured is well" if part else "all is well"
+    well = "nothing that was measured is wrong" if part else "all is well"
     how = {0: f"{well}{but}", EXIT_TASK_LOST: "not all respond: see above"}
     return f"{tasks}; {how.get(code, 'something is wrong: see above')} ({findings.seconds:.1f} s)"
 

@@ -31,9 +31,11 @@ def limited(work: Callable[[Callable[[], None]], T], silence: float, size: int =
     """
     call = _Call(work)
     allowed = size / SLOWEST
-    while not call.over.wait(max(0.0, call.gives_up(silence, allowed) - time.monotonic())):
-        if time.monotonic() >= call.gives_up(silence, allowed):
-            raise SilentError(f"nothing has moved for {time.monotonic() - call.last:.0f} s")
+    while (left := call.gives_up(silence, allowed) - time.monotonic()) > 0:
+        if call.over.wait(min(left, silence)):  # with the first move `left` may become less
+            break
+    else:
+        raise SilentError(f"nothing has moved for {time.monotonic() - call.last:.0f} s")
     if call.error is not None:
         raise call.error
     return call.result

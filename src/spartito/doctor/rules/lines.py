@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spartito.doctor.findings import Findings
 from spartito.doctor.rules.verdict import Verdict, Verdicts
-from spartito.doctor.wording import duration, rate
+from spartito.doctor.wording import duration, joined, rate
 
 MEGABYTE = 1e6
 SIZES = (1, 10, 100)
@@ -52,15 +52,13 @@ def thin_lines(findings: Findings) -> Verdicts:
         return
     machines = len({fact.machine for fact in facts.values()})
     took = [exchange_seconds(size * MEGABYTE, slowest.bandwidth, machines) for size in SIZES]
-    times = ", ".join(
-        f"{duration(seconds)} for {size}" for size, seconds in zip(SIZES, took, strict=True)
-    )
     what = (
-        f"from {slowest.source} to {slowest.target} go {rate(slowest.bandwidth)}: gradients take "
-        f"{times} MB"
+        f"the line from {slowest.source} to {slowest.target} carries {rate(slowest.bandwidth)}: to "
+        f"sum gradients of {joined([str(size) for size in SIZES])} MB takes "
+        f"{joined([duration(seconds) for seconds in took])}"
     )
     advice = (
-        f"If backward takes less than that, try multi_worker_mirrored with compress={way!r}; else "
-        "what it does by itself hides most of it."
+        "Gradients are summed while backward computes. Where backward takes less time than that, "
+        f"try multi_worker_mirrored with compress={way!r}."
     )
     yield Verdict("thin line", "note", what, advice, [slowest.source, slowest.target])

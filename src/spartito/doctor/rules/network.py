@@ -64,8 +64,8 @@ def secrets(findings: Findings) -> Verdicts:
         where, knows = _with_other_secret(findings, task)
         if where:
             what = (
-                f"at {where} is a task of Spartito with another secret than {joined(knows)}: "
-                f"{task}, or one of another job"
+                f"a task of Spartito at {where} has another secret than {joined(knows)}: it is "
+                f"{task}, or belongs to another job"
             )
             advice = (
                 "Give all tasks the same SPARTITO_SECRET or SPARTITO_SECRET_FILE, or none; two "
@@ -100,11 +100,11 @@ def loopback_addresses(findings: Findings) -> Verdicts:
     if own:
         what = f"the address of {joined(own)} is a loopback address ({findings.addresses[own[0]]})"
         if several:
-            what += ", but the tasks run on several hosts: there it means each host itself"
+            what += ", but the tasks run on several hosts: on each of them it means that host"
             advice = "Give each task the name or address by which the other hosts reach it."
             yield Verdict("loopback", "error", what, advice, own)
         elif findings.missing:
-            what += ": only tasks on that same machine can come"
+            what += ": only tasks on the same machine can come"
             advice = "If there are several machines, give addresses that the others reach."
             yield Verdict("loopback", "warning", what, advice, own)
     if not several and not findings.missing:
@@ -114,8 +114,8 @@ def loopback_addresses(findings: Findings) -> Verdicts:
         means = [a for name in facts.names if name.host == host for a in name.addresses]
         if host and not is_loopback(host) and means and is_loopback(means[0]):
             what = (
-                f"on {task} its own name {host} means {means[0]}, a loopback address, as Debian "
-                "has it: so that others reach it, it listens on all interfaces"
+                f"{task} finds {means[0]}, a loopback address, for its own name {host}, which is "
+                "Debian's default: it listens on all interfaces, so that others reach it"
             )
             advice = f"Take {host} off the line of {means[0]} in its /etc/hosts."
             yield Verdict("loopback", "warning", what, advice, [task])
@@ -146,7 +146,7 @@ def ports(findings: Findings) -> Verdicts:
         if not port.free and not port.agent:
             if port.last:
                 what = f"ports {port.number}-{port.last} on {facts.host} are all taken: {task}"
-                what += " would not listen"
+                what += " would have none to listen on"
             advice = "End that program, or choose a free port."
             yield Verdict("port", "error", what, advice, [task])
         elif port.drawn:
@@ -155,8 +155,8 @@ def ports(findings: Findings) -> Verdicts:
             yield Verdict("port", "warning", what, advice, [task])
         if port.foreign and not any(name.error for name in facts.names if name.host == host):
             what = (
-                f"{host} is no address of an interface of {task} (a service name or translated "
-                "address): it listens on all of them"
+                f"no interface of {task} has the address {host} (a service name, or translated): "
+                "it listens on all interfaces"
             )
             yield Verdict("foreign address", "note", what, tasks=[task])
 
@@ -205,7 +205,8 @@ def stuck_pairs(findings: Findings) -> Verdicts:
         advice = (
             "An overlay network or a VPN takes 50 to 100 bytes of each packet: set the MTU of the "
             f"interface that {stuck.source} sends by to what passes ('ping -M do -s 1372 HOST' "
-            "tries an MTU of 1400), or let routers tell of packets that are too large (ICMP)."
+            "tries an MTU of 1400), or let the ICMP messages through by which routers report "
+            "packets that are too large."
         )
         if findings.uses(stuck.pair):
             yield Verdict("large messages", "error", what, advice, [stuck.source, stuck.target])
@@ -241,7 +242,7 @@ def unmeasured_pairs(findings: Findings) -> Verdicts:
     ]
     for pairs, severity, which in kinds:
         if pairs:
-            count = f"{len(pairs)} connection{'s' * (len(pairs) > 1)} between tasks{which}"
+            count = f"{len(pairs)} connection{'s' * (len(pairs) > 1)}{which}"
             what = (
                 f"{count} {'were' if len(pairs) > 1 else 'was'} not measured: the time was over, "
                 "or a task stopped responding"
