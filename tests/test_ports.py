@@ -97,9 +97,7 @@ def run(script: str, folder: str, strategy: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_losses_are_those_of_the_old_script(
-    processes: Replicas, tmp_path: Path, name: str
-) -> None:
+def test_losses_are_those_of_the_old_script(processes: Replicas, tmp_path: Path, name: str) -> None:
     after = str(PORTS / name / "after.py")
     (alone,) = processes(run, 1, after, str(tmp_path), "one_device")
     tolerance = TOLERANCE.get(name, 1e-10)
