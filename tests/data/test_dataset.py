@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 
 from spartito.data.dataset import Dataset, arrays, as_dataset, per_worker
+from spartito.data.loader import Loader
 from spartito.data.source import BatchStream, ExampleStream, PerWorker
 from spartito.data.transforms import RandomFlip
 from spartito.errors import CorruptSampleError, UserError
@@ -113,6 +114,7 @@ def test_prefetch_changes_nothing() -> None:
         (lambda: as_dataset("photos/train"), "str is no data"),
         (lambda: as_dataset(()), r"arrays\(\) got no array"),
         (lambda: as_dataset(None), "NoneType is no data"),
+        (lambda: as_dataset(next(iter(Loader(arrays(X).batch(2))))), "Batch is no data"),
     ],
 )
 def test_chains_that_cannot_be(make: Any, text: str) -> None:

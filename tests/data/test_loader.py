@@ -366,3 +366,14 @@ def test_loaders_that_cannot_be() -> None:
         Loader(three.batch(4, drop_remainder=True))
     with pytest.raises(UserError, match="a data set without batches"):
         Loader(three)
+
+
+def test_a_batch_unpacks_and_indexes_as_its_data_do() -> None:
+    x, y = torch.arange(6.0).reshape(3, 2), torch.arange(3)
+    (pair,) = Loader(arrays(x, y).batch(3))
+    inputs, targets = pair
+    assert inputs is pair.x
+    assert targets is pair[1] is pair.y
+    (named,) = Loader(as_dataset({"x": x, "labels": y}, 3))
+    assert torch.equal(named["labels"], y)
+    assert dict(**named).keys() == {"x", "labels"}

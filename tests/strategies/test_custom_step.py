@@ -66,6 +66,23 @@ def test_a_model_is_called_as_it_is_outside_of_fit() -> None:
     assert trainer.evaluate((x, y))["loss"] > 0
 
 
+def test_a_step_gets_a_batch_of_one_part_as_a_loader_gives_it() -> None:
+    seen: list[Any] = []
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.append(batch)
+        (x,) = batch
+        loss: torch.Tensor = model(x).square().mean()
+        return loss
+
+    data = torch.utils.data.TensorDataset(blobs(8)[0])
+    trainer = sp.Trainer(mlp(), optimizer=step_jobs.tuned, train_step=step)
+    trainer.fit(torch.utils.data.DataLoader(data, batch_size=8), verbose=0)
+    trainer.evaluate(torch.utils.data.DataLoader(data, batch_size=8))
+    assert len(seen) >= 2
+    assert {type(batch) for batch in seen} == {tuple}
+
+
 class ByHand(step_jobs.Classifier):
     def __init__(self) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -10,6 +11,9 @@ import torch
 
 class Batch(msgspec.Struct, frozen=True):
     """The local batch of one step.
+
+    It unpacks and indexes as its data do: ``x, y = batch`` of a tuple, ``batch["labels"]`` and
+    ``model(**batch)`` of a dict.
 
     Attributes:
         data: A tensor, a tuple ``(x, y)`` or a dict, its tensors of shape ``(size, ...)``; their
@@ -52,3 +56,13 @@ class Batch(msgspec.Struct, frozen=True):
         """What a loss or metric compares with: `y`, or all of the data where there is none."""
         y = self.y
         return self.data if y is None else y
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.data[key]
+
+    def keys(self) -> Any:
+        """The names of a dict's entries; with them ``**batch`` is the dict."""
+        return self.data.keys()

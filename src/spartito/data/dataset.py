@@ -17,6 +17,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from spartito.data.batch import Batch
 from spartito.data.collate import collate
 from spartito.data.hugging_face import (
     TableSource,
@@ -428,7 +429,7 @@ def as_dataset(data: Any, batch_size: int | None = 32) -> Dataset:
         dataset = Dataset(ExampleStream(data))
     elif isinstance(data, Source) and not isinstance(data, str | bytes):
         dataset = Dataset(data)
-    elif isinstance(data, Iterable) and not isinstance(data, str | bytes):
+    elif isinstance(data, Iterable) and not isinstance(data, str | bytes | Batch):
         dataset = Dataset(BatchStream(data))
     else:
         raise UserError(

@@ -23,6 +23,7 @@ from spartito.engine.host_reads import kept_on_host
 from spartito.engine.logged import listening
 from spartito.engine.loss_graph import BeginAtLosses
 from spartito.engine.loss_means import divisor
+from spartito.engine.optimizers import takes_batches
 from spartito.errors import UserError
 
 LossFunction = Callable[[Any, Any], Any]
@@ -74,7 +75,10 @@ def forward(model: nn.Module, data: Any, has_loss: bool = True) -> Any:
         if isinstance(data, dict):
             return model(**{k: v for k, v in data.items() if k != "y" or not has_loss})
         if isinstance(data, tuple | list):
-            return model(data[0]) if has_loss else model(*data)
+            if has_loss:
+                return model(data[0])
+            is_whole = len(data) == 1 and takes_batches(model)
+            return model(data) if is_whole else model(*data)
         return model(data)
     except TypeError as error:
         if (refusal := _not_called_so(model, data, has_loss)) is None:

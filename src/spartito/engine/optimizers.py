@@ -43,6 +43,9 @@ class NoOptimizer(Optimizer):
 class Wrapper(nn.Module):
     """Stands around the user's own ``module``."""
 
+    takes_batches = False
+    """Whether a call gets a batch as its data came: a tuple of one part stays one."""
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
@@ -54,6 +57,14 @@ def unwrap(model: nn.Module) -> nn.Module:
         return unwrap(model.module)
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, nn.Module) else model
+
+
+def takes_batches(model: nn.Module) -> bool:
+    """Whether a call of ``model``, or of what stands around it, gets a batch as its data came."""
+    if isinstance(model, Wrapper | DistributedDataParallel | nn.DataParallel):
+        return bool(getattr(model, "takes_batches", False)) or takes_batches(model.module)
+    inner = getattr(model, "_orig_mod", None)
+    return isinstance(inner, nn.Module) and takes_batches(inner)
 
 
 def make_optimizer(given: OptimizerLike, model: nn.Module) -> Optimizer:

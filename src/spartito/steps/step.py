@@ -552,8 +552,10 @@ class Step:
         if self.team.several:
             check_unchanged(pair)
 
-    def reduce(self, op: str, value: Tensor) -> Tensor:
+    def reduce(self, op: str, value: Tensor | float) -> Tensor:
         """As `Strategy.reduce`."""
+        if not isinstance(value, Tensor):
+            value = torch.tensor(value, dtype=torch.float64)
         value, group = value.detach(), self.groups.data
         with self.coordination.during("reduce"):
             if op == "sum":

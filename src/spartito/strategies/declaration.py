@@ -501,12 +501,13 @@ class Strategy:
             )
         self.engine.update(optimizer)
 
-    def reduce(self, op: str, value: Tensor) -> Tensor:
-        """Combine a tensor of every data shard; all tasks call it.
+    def reduce(self, op: str, value: Tensor | float) -> Tensor:
+        """Combine a tensor or a number of every data shard; all tasks call it.
 
         Args:
             op: "sum", "mean" (over all elements), "max" or "min".
-            value: A tensor of the same shape and dtype on all tasks; for "mean" of any shape.
+            value: A tensor of the same shape and dtype on all tasks; for "mean" of any shape. Or a
+                number, which is taken in fp64.
 
         Returns:
             The same tensor on all tasks; for "mean" a scalar.

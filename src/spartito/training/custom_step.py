@@ -27,6 +27,8 @@ class CustomStep(Wrapper):
         eval_step: What a step of an evaluation computes.
     """
 
+    takes_batches = True
+
     def __init__(
         self, module: nn.Module, train_step: StepFunction, eval_step: StepFunction
     ) -> None:

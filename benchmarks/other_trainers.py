@@ -1,0 +1,100 @@
+"""MLP: the time of a step of `fit` beside Lightning, Transformers' Trainer, Keras and a loop."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from importlib.util import find_spec
+
+from benchmarks.common import (
+    Figure,
+    Windows,
+    announce,
+    conclude,
+    interpreter,
+    parser,
+    positive,
+    progress,
+)
+from benchmarks.launching import run_job
+
+SIZES = (32, 256)
+STEPS = {32: 400, 256: 100}
+OTHERS = {
+    "loader": "a loop over a DataLoader",
+    "lightning": "Lightning",
+    "transformers": "Transformers' Trainer",
+    "keras": "Keras on torch",
+}
+PACKAGES = {"lightning": "pytorch_lightning", "transformers": "transformers"}
+TARGETS = {
+    (1, 32): {"loader": 1.9, "lightning": 2.5, "transformers": 1.8, "keras": 4.0},
+    (1, 256): {"loader": 1.3, "lightning": 1.65, "transformers": 1.45, "keras": 1.7},
+}
+"""What was seen when this was first measured, a little less: `fit` is not to become slower."""
+
+
+def main() -> None:
+    """Print how many times as long each of the others takes for a step."""
+    assert __doc__ is not None
+    options = parser(__doc__, rounds=3)
+    options.add_argument("--epochs", type=positive, default=3, help="windows of a turn")
+    options.add_argument("--workers", type=positive, nargs="+", default=[1, 2])
+    options.add_argument(
+        "--keras", metavar="PYTHON", type=interpreter, help="an interpreter that has Keras"
+    )
+    given = options.parse_args()
+    here = announce(__doc__)
+    figures: list[Figure] = []
+    found: dict[str, Windows] = {}
+    for workers in given.workers:
+        sides = runners(workers, given.keras)
+        for size in SIZES:
+            windows = race(sides, workers, size, given.rounds, given.epochs)
+            times = {side: statistics.median(seconds) for side, seconds in windows.items()}
+            where = f"{workers} process{'es' * (workers > 1)}, batch {size}"
+            targets = {} if given.plain else TARGETS.get((workers, size), {})
+            figures += [
+                Figure(f"{where}: {OTHERS[side]} / fit", times[side] / times["fit"],
+                       targets.get(side))
+                for side in OTHERS if side in times
+            ]  # fmt: skip
+            figures.append(Figure(f"{where}: a step of fit", times["fit"] * 1e3, measure="ms"))
+            found[where] = windows
+    conclude(here, figures, given.json, seconds_per_step=found)
+
+
+def runners(workers: int, keras: str | None) -> dict[str, str]:
+    """The sides that can run here, and the interpreter of each; says why others cannot."""
+    sides = {"fit": sys.executable, "loader": sys.executable}
+    for side, package in PACKAGES.items():
+        if find_spec(package) is None:
+            print(f"{OTHERS[side]} skipped: {package} is not installed")
+        else:
+            sides[side] = sys.executable
+    if workers > 1:
+        print("Keras skipped: on torch its fit has one process")
+    elif keras is None:
+        print("Keras skipped: name an interpreter that has it with --keras PYTHON")
+    else:
+        sides["keras"] = keras
+    return sides
+
+
+def race(sides: dict[str, str], workers: int, size: int, rounds: int, epochs: int) -> Windows:
+    """Seconds per step in all windows of each side, which take turns."""
+    found: Windows = {side: [] for side in sides}
+    amount = [f"--size={size}", f"--steps={STEPS[size]}", f"--epochs={epochs}"]
+    for number in range(rounds):
+        now = {}
+        for side in sides if number % 2 == 0 else reversed(sides):
+            program = ["-m", "benchmarks.jobs.trainers", side, *amount]
+            windows = run_job(program, workers=workers, python=sides[side])
+            found[side] += windows
+            now[f"{side} of {size}"] = statistics.median(windows) * 1e3
+        progress(number, rounds, now, "ms a step")
+    return found
+
+
+if __name__ == "__main__":
+    main()

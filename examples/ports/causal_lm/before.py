@@ -1,0 +1,49 @@
+"""A language model is tuned on answers: prompts and padding have the label -100."""
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+torch.manual_seed(0)
+PROMPT, LENGTH = 4, 12
+
+
+class Answers(torch.utils.data.Dataset):
+    """Stands in for dialogues after their tokenizer."""
+
+    def __init__(self, count):
+        self.words = torch.randint(1, 50, (count, LENGTH))
+        self.lengths = torch.randint(PROMPT + 2, LENGTH + 1, (count,))
+
+    def __len__(self):
+        return len(self.words)
+
+    def __getitem__(self, index):
+        mask = (torch.arange(LENGTH) < self.lengths[index]).long()
+        labels = self.words[index].masked_fill(mask == 0, -100)
+        labels[:PROMPT] = -100
+        return {"input_ids": self.words[index] * mask, "attention_mask": mask, "labels": labels}
+
+
+train = Answers(48)
+config = GPT2Config(
+    vocab_size=50,
+    n_positions=LENGTH,
+    n_embd=32,
+    n_layer=2,
+    n_head=2,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+    resid_pdrop=0.0,
+)
+model = GPT2LMHeadModel(config)
+
+args = TrainingArguments("out", max_steps=9, learning_rate=1e-3, gradient_accumulation_steps=2)
+args.train_sampling_strategy = "sequential"
+trainer = Trainer(model, args, train_dataset=train)
+trainer.train()
+trainer.save_model("tuned")
+
+model.eval()
+rows = torch.utils.data.default_collate(list(train))
+with torch.no_grad():
+    print("loss", model(**rows).loss.item())
