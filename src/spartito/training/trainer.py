@@ -68,7 +68,8 @@ class Trainer:
         loss: A torch loss that is a mean over examples, or a function ``(output, target)`` to
             one loss per example, their mean, or ``(sum, weight)``; None for a model that
             computes its own.
-        metrics: Names, functions, objects of ``sp.metrics`` or of torchmetrics, one or several.
+        metrics: Names, functions, objects of ``sp.metrics`` or of torchmetrics, one or several;
+            "gradient_norm" is that of the updates.
         compute_metrics: Gets all predictions and targets of an evaluation, in the order of its
             data, and returns figures by name, as in Transformers (`EvalPrediction`).
         strategy: What `sp.strategy` returns, or its name; None lets the launcher or the cluster
@@ -304,7 +305,7 @@ class Trainer:
         self.notice = backup.notice if backup else Notice()
         if self.coordination.is_evaluator:
             self.notice.at_once = True
-            with self.notice:
+            with self.notice, self._stepping(True):
                 self.history = follow(self, self._given, validation, self._fits, bool(verbose))
             return self.history
         self._note_options()
