@@ -61,6 +61,7 @@ _MACHINES = "The launcher decides: spartito run --strategy mirrored --workers 2 
 _DATA = "Give the data to fit(data, validation_data=...)."
 HINTS: Mapping[str, Mapping[str, str]] = {
     "Trainer": {
+        "auto_lr_find": "Call trainer.find_learning_rate(data).",
         "accelerator": "Write Strategy(device=...), as sp.OneDeviceStrategy(device='cuda').",
         "callbacks": "Write fit(..., callbacks=[...]).",
         "default_root_dir": "Write run_dir='runs/1'.",
@@ -86,6 +87,10 @@ HINTS: Mapping[str, Mapping[str, str]] = {
     },
     "fit": {
         "ckpt_path": "Call trainer.load(path) before.",
+        "eval_steps": "Write steps_per_epoch=500: an epoch ends there, and is validated.",
+        "val_check_interval": "Write steps_per_epoch=500: an epoch ends there, and is validated.",
+        "validation_freq": "Each epoch is validated: data.repeat(3) makes three passes of one.",
+        "validation_interval": "Write steps_per_epoch=500: an epoch ends there, and is validated.",
         "datamodule": _DATA,
         "shuffle": "Write sp.data.arrays(x, y).shuffle().",
         "target": "Write fit((x, y)).",
