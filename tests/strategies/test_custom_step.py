@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 
 import spartito as sp
@@ -89,6 +91,92 @@ class ByHand(step_jobs.Classifier):
         self.automatic_optimization = False
 
 
+class Frequent(step_jobs.Classifier):
+    def configure_optimizers(self) -> Any:
+        made = torch.optim.SGD(self.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(made, 1)
+        return {"optimizer": made, "lr_scheduler": {"scheduler": schedule, "frequency": 2}}
+
+
+class Pair(step_jobs.Classifier):
+    def configure_optimizers(self) -> Any:
+        made = torch.optim.SGD(self.parameters(), 0.1)
+        return made, torch.optim.lr_scheduler.StepLR(made, 1)
+
+
+class Planned(step_jobs.Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1 / self.trainer.estimated_stepping_batches)
+
+
+class Listed(step_jobs.Classifier):
+    """Returns predictions of a validation; its schedule is in a list of dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int, int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen.append((self.current_epoch, self.global_step, batch_idx))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val/loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+        self.log("val/one", 1.0)
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        made = torch.optim.SGD(self.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(made, 1, 0.5)
+        return [{"optimizer": made, "lr_scheduler": {"scheduler": schedule, "monitor": "none"}}]
+
+
+def test_a_lightning_module_knows_where_it_is() -> None:
+    x, y = blobs(step_jobs.EXAMPLES)
+    module = Listed()
+    trainer = sp.Trainer(module, strategy="one_device")
+    data = sp.data.arrays(x, y).batch(21)
+    found = trainer.fit(data, epochs=2, validation_data=(x[:9], y[:9]), verbose=0).history
+    assert module.seen == [(0, 0, 0), (0, 1, 1), (1, 2, 0), (1, 3, 1)]
+    with torch.no_grad():
+        expected = nn.functional.cross_entropy(module(x[:9]), y[:9]).item()
+    assert found["val_loss"][-1] == pytest.approx(expected, abs=1e-12)
+    assert found["val_one"] == [1.0, 1.0]
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.025
+    assert deepcopy(module)._trainer is None
+
+
+class Logs(step_jobs.Classifier):
+    """Logs what is no mean of numbers, or returns what is no loss.
+
+    Args:
+        given: The options of ``self.log``.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self.given = given
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.given:
+            self.log("a", **self.given)
+        return self(batch[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"value": torchmetrics.MeanMetric()}, "metric with a state"),
+        ({"value": 1.0, "reduce_fx": "sum"}, "mean over all examples"),
+        ({"value": None}, "no number"),
+        ({}, "returns no loss"),
+    ],
+)
+def test_what_lightning_logs_and_cannot_be(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        sp.Trainer(Logs(**given), strategy="one_device").evaluate(blobs(4))
+
+
 class Several(step_jobs.Classifier):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.parameters(), 0.2)]
@@ -99,6 +187,9 @@ class Several(step_jobs.Classifier):
     [
         (ByHand, {}, "automatic_optimization"),
         (Several, {}, "2 optimizers"),
+        (Frequent, {}, "frequency=2"),
+        (Pair, {}, "StepLR where an optimizer is wanted"),
+        (Planned, {}, "estimated_stepping_batches"),
         (mlp, {"train_step": step_jobs.penalized, "loss": nn.MSELoss()}, "leave loss= out"),
         (mlp, {"eval_step": step_jobs.penalized}, "without train_step"),
         (mlp, {"train_step": 3}, "no function"),

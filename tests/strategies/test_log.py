@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import spartito as sp
+from spartito import log
 from spartito.data.batch import Batch
 from spartito.errors import UserError
 from spartito.training.eval_prediction import EvalPrediction, Predictions
+from spartito.training.metrics.carried import CarriedMetrics
 from spartito.training.metrics.logged import Logged
 from tests.replicas import Replicas
 from tests.strategies import log_jobs
@@ -92,9 +98,83 @@ def test_a_pipeline_counts_what_its_last_stage_reports(replicas: Replicas) -> No
 
 def test_what_cannot_be_reported_is_refused() -> None:
     logged = Logged({"accuracy"})
-    for name, value in (("loss", 1.0), ("accuracy", 1.0), ("", 1.0), ("a", "1")):
+    one = torch.ones(())
+    wrong: list[tuple[Any, Any, Any]] = [
+        ("loss", 1.0, None), ("accuracy", 1.0, None), ("seconds", 1.0, None), ("", 1.0, None),
+        ("val_a", 1.0, None), ("a", "1", None), ("a", one * 1j, None), ("a", 1.0, -1),
+        ("a", 1.0, "3"), ("a", 1.0, torch.ones(2)),
+    ]  # fmt: skip
+    for name, value, count in wrong:
         with pytest.raises(UserError, match=r"sp\.log"):
-            logged.take(name, value, None)  # type: ignore[arg-type]
+            logged.take(name, value, count)
+
+
+def test_a_mean_over_nothing_counts_for_nothing() -> None:
+    logged = Logged()
+    logged.take("rows", torch.ones(0), None)
+    logged.take("items", math.nan, 0)
+    logged.take("tokens", torch.tensor(math.nan), torch.zeros(()))
+    for name in ("rows", "items", "tokens"):
+        logged.take(name, np.float32(2.0), 3)
+    logged.settle(1)
+    assert logged.compute() == {"rows": 2.0, "items": 2.0, "tokens": 2.0}
+
+
+class Scale(nn.Module):
+    """Reports a parameter, which the update changes in place, and how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.calls = nn.Parameter(torch.ones(())), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        log("scale", self.scale)
+        log("calls", self.calls)
+        return x * self.scale
+
+
+class Marks(sp.Callback):
+    def on_epoch_begin(self, epoch: int) -> None:
+        log("begun", epoch)
+
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
+        log("batch", batch)
+
+    def on_test_batch_end(self, batch: int, logs: Any) -> None:
+        log("tested", batch)
+
+
+def test_what_is_reported_is_of_its_own_batch() -> None:
+    net = Scale()
+    trainer = sp.Trainer(
+        nn.Sequential(net), optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=nn.MSELoss(),
+        checkpoint_activations=Scale, strategy="one_device",
+    )  # fmt: skip
+    x = torch.arange(1.0, 11.0)[:, None]
+    data = sp.data.arrays(x, 2 * x).batch(4)
+    found = trainer.fit(data, epochs=1, validation_data=data, callbacks=Marks(), verbose=0).history
+    scale = torch.ones((), requires_grad=True)  # by plain torch
+    total = 0.0
+    for rows in x.split(4):
+        total += scale.item() * len(rows)
+        (slope,) = torch.autograd.grad(nn.functional.mse_loss(rows * scale, 2 * rows), scale)
+        scale = (scale.detach() - 0.1 * slope).requires_grad_()
+    assert found["scale"] == [pytest.approx(total / 10)]
+    assert found["batch"] == found["val_tested"] == [pytest.approx((0 * 4 + 1 * 4 + 2 * 2) / 10)]
+    assert found["begun"] == [0]
+    assert found["calls"] == [pytest.approx((1 * 4 + 3 * 4 + 5 * 2) / 10)]  # not those again
+
+
+def test_what_callbacks_report_outlives_a_step_that_is_repeated() -> None:
+    metrics = CarriedMetrics([])
+    metrics.logged.take("a", 3.0, None)
+    metrics.logged.settle(2)
+    metrics.keep_reports()
+    metrics.logged.take("a", 7.0, None)
+    metrics.forget_step()
+    (logged,) = metrics.merged([metrics.rest()], {})
+    assert logged.compute() == {"a": 3.0}
 
 
 def test_a_step_without_rows_reports_nothing() -> None:

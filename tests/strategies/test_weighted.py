@@ -60,6 +60,22 @@ def test_the_last_examples_validate() -> None:
     assert trainer.examples == 15
 
 
+def test_classes_weigh_where_one_trains_alone() -> None:
+    x, y = blobs(20)
+    trainer = sp.Trainer(
+        mlp(), optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=nn.CrossEntropyLoss()
+    )
+    of_classes = {0: 0.1, 1: 3.0, 2: 0.7}
+    trainer.fit((x, y), validation_split=0.25, class_weight=of_classes, epochs=0, verbose=0)
+    net = mlp()
+    weights = torch.tensor([*of_classes.values()], dtype=torch.float64)[y[:15]]
+    losses = nn.functional.cross_entropy(net(x[:15]), y[:15], reduction="none") * weights
+    found = trainer.fit((x, y), validation_split=0.25, class_weight=of_classes, verbose=0).history
+    assert found["loss"] == [pytest.approx(losses.mean().item(), abs=1e-12)]
+    figures = trainer.evaluate((x[15:], y[15:]))
+    assert found["val_loss"] == [pytest.approx(figures["loss"], abs=1e-12)]
+
+
 class Rows(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return 9
@@ -86,6 +102,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"class_weight": [1, 2]}, "Numbers by class"),
     ({"class_weight": {0: 1.0}}, "nothing for class"),
     ({"class_weight": {}}, "Numbers by class"),
+    ({"class_weight": {0: 1.0, 1: 2.0, 2: 1.0, -1: 0.0}}, "Numbers by class"),
     ({"sample_weight": torch.ones(3, 2)}, "one number per example"),
     ({"sample_weight": torch.ones(3)}, "one row per example"),
     ({"max_steps": 0}, "steps 1 or more"),

@@ -87,3 +87,28 @@ def test_weights_of_another_model(tmp_path: Path) -> None:
         trainer.load_weights(tmp_path / "w.pt", strict=False)
     with pytest.raises(UserError, match=r"trainer\.load_weights"):
         trainer.load(tmp_path / "w.pt")
+
+
+class Wrapped(nn.Module):
+    """Its only part has the name that wrappers of torch give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+
+
+def test_names_of_wrappers_that_are_names_of_the_model(tmp_path: Path) -> None:
+    net = Wrapped()
+    file = sp.Trainer(net, strategy="one_device").save_weights(tmp_path / "a.safetensors")
+    torch.save(nn.DataParallel(net).state_dict(), tmp_path / "b.pt")
+    for path in (file, tmp_path / "b.pt"):
+        other = Wrapped()
+        assert sp.Trainer(other, strategy="one_device").load_weights(path) == ([], [])
+        assert torch.equal(other.module.weight, net.module.weight)
+
+
+def test_a_file_of_which_nothing_fits(tmp_path: Path) -> None:
+    torch.save({"a.weight": torch.ones(2, 2)}, tmp_path / "a.pt")
+    trainer = sp.Trainer(Wrapped(), strategy="one_device")
+    with pytest.raises(UserError, match="no tensor of this model"):
+        trainer.load_weights(tmp_path / "a.pt", strict=False)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from spartito.engine.logged import listening
 from spartito.errors import UserError
 
 Recompute = bool | int | type[nn.Module] | Sequence[type[nn.Module]] | Callable[[nn.Module], bool]
@@ -125,10 +126,14 @@ def _computing_again(kind: type[nn.Module]) -> type[nn.Module]:
 
 @contextmanager
 def _keeping_buffers(module: nn.Module) -> Iterator[None]:
-    """A block after which the buffers, as running statistics, are what they were before."""
+    """A block after which the buffers, as running statistics, are what they were before.
+
+    What is reported in it was reported already.
+    """
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
-        yield
+        with listening(None):
+            yield
     finally:
         with torch.no_grad():
             for buffer, value in before:

@@ -88,6 +88,7 @@ class Evaluation:
                         logs.last = losses[0], losses[1]
                     for hook in end:
                         hook(number, logs)
+                    self._metrics.logged.settle(batch.size)
         own, states = on_host((losses, self._metrics.states()))  # the one wait for the device
         loss, weight, examples_in_all = self._batches.total((), [*map(float, own), examples])
         if not examples_in_all:

@@ -38,7 +38,7 @@ class Weights:
 
 
 def training_data(data: Any, batch_size: int | None, weights: Weights, is_chief: bool) -> Dataset:
-    """The data of a `fit` in batches, with weights as the third part.
+    """The data of a `fit` in batches, with the weights of examples as the third part.
 
     Args:
         data: What the user gave.
@@ -57,6 +57,19 @@ def training_data(data: Any, batch_size: int | None, weights: Weights, is_chief:
             "fit(batch_size=%d), and the data has batches of %d: these count",
             batch_size, chain.batch_size,
         )  # fmt: skip
+    return chain
+
+
+def with_class_weights(chain: Dataset, weights: Weights) -> Dataset:
+    """The batches that train, in which an example weighs what its class does.
+
+    Args:
+        chain: Without what validates: as in Keras, its loss is one of plain examples.
+        weights: What examples weigh.
+
+    Raises:
+        UserError: The weights are no such.
+    """
     return chain if weights.of_classes is None else chain.map(ByClass(weights.of_classes))
 
 
@@ -117,12 +130,13 @@ class ByClass:
 
     def __post_init__(self) -> None:
         good = isinstance(self.weights, Mapping) and all(
-            isinstance(key, int) and isinstance(value, int | float) and value >= 0
+            isinstance(key, int) and key >= 0 and isinstance(value, int | float) and value >= 0
             for key, value in self.weights.items()
         )
         if not good or not self.weights:
             raise UserError(
-                f"fit(class_weight={self.weights!r})", "Numbers by class: {0: 1.0, 1: 5.0}."
+                f"fit(class_weight={self.weights!r})",
+                "Numbers by class, from 0 on: {0: 1.0, 1: 5.0}.",
             )
 
     def __call__(self, *parts: Any) -> Any:
@@ -134,7 +148,7 @@ class ByClass:
             )
         x, labels = parts[0], parts[1]
         size = 1 + max(self.weights)
-        table = torch.full((size,), math.nan)
+        table = torch.full((size,), math.nan, dtype=torch.float64)
         for label, weight in self.weights.items():
             table[label] = weight
         known = labels.long().clamp(0, size - 1)

@@ -13,7 +13,6 @@ from torch import nn
 from spartito import status
 from spartito.checkpoint.in_store import StoredCheckpoint
 from spartito.checkpoint.manager import read_sections
-from spartito.cluster.resolver import resolve
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.engine.devices import move
 from spartito.engine.loss import LossFunction, make_loss
@@ -33,10 +32,17 @@ from spartito.training.eval_prediction import ComputeMetrics
 from spartito.training.evaluation import Evaluation
 from spartito.training.evaluation_figures import Figures
 from spartito.training.evaluator import check_callbacks, first_checkpoint, follow, own_checkpoint
-from spartito.training.fit_data import BATCH, Weights, check_weights, split, training_data
+from spartito.training.fit_data import (
+    BATCH,
+    Weights,
+    check_weights,
+    split,
+    training_data,
+    with_class_weights,
+)
 from spartito.training.gradient_norm import report_norm
 from spartito.training.history import History
-from spartito.training.lightning_module import is_lightning, parts_of
+from spartito.training.lightning_module import Position, is_lightning, parts_of
 from spartito.training.loops.choice import make_loop
 from spartito.training.loops.training_loop import TrainingLoop
 from spartito.training.metrics.names import MetricLike, make_metrics
@@ -133,15 +139,17 @@ class Trainer:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise UserError(f"model={model!r} is no module", "Give an object: Net(), not Net.")
+        self._loop: TrainingLoop | None = None
+        self.step = 0
+        self.strategy = asked_strategy(strategy)
         if train_step is None and is_lightning(model):
-            parts = parts_of(model, resolve().is_chief)
+            parts = parts_of(model, self.strategy.coordination.cluster, self._position)
             train_step, eval_step = parts.train_step, eval_step or parts.eval_step
             if optimizer is None:
                 optimizer = parts.optimizer
             if scheduler is None and parts.scheduler is not None:
                 scheduler, scheduler_interval = parts.scheduler, parts.interval
                 scheduler_monitor = parts.monitor
-        self.strategy = asked_strategy(strategy)
         self.loss = make_loss(loss)
         self.metrics, self._compute_metrics = make_metrics(metrics, self.loss), compute_metrics
         self.precision, self.deterministic, self.seed = precision, deterministic, seed
@@ -177,7 +185,7 @@ class Trainer:
         self.schedule = Schedule(self.scheduler, scheduler_interval, scheduler_monitor)
         self.coordination.follow(self.schedule.by_step)
 
-        self.step = self.epoch = self.epochs = 0
+        self.epoch = self.epochs = 0
         self.steps_per_epoch: int | None = None
         self.batch_size: int | None = None
         self.examples: int | None = None
@@ -194,7 +202,6 @@ class Trainer:
         self.saves = Saves(self)
         self.notice = Notice()
         self.modes = Modes()
-        self._loop: TrainingLoop | None = None
         self._restored: dict[str, Any] | None = None
 
     @known_names("fit")
@@ -273,6 +280,7 @@ class Trainer:
             if validation_data is not None:
                 raise UserError("fit() with validation_data and validation_split", "Give one.")
             chain, validation_data = split(chain, validation_split)
+        chain = with_class_weights(chain, weights)
         steps = steps_per_epoch or chain.steps_per_epoch
         epochs = asked_epochs(epochs, steps_per_epoch, max_steps, steps, self.accumulate)
         if not epochs and self.is_chief:
@@ -600,6 +608,11 @@ class Trainer:
     def goes_on(self) -> bool:
         """Whether the next `fit` goes on where `load` has found that another one was."""
         return self._restored is not None
+
+    def _position(self) -> Position:
+        """Where the training is."""
+        epoch, batch = (0, 0) if self._loop is None else self._loop.position
+        return Position(epoch, batch, self.step)
 
     def _stepping(self, steps: bool) -> AbstractContextManager[None]:
         """A block in which the model is called as ``train_step`` does, or as without one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -93,10 +93,11 @@ def load_weights(trainer: Trainer, path: str | Path, strict: bool) -> Loaded:
             f"the replicas have read different files at {path}",
             "All must read the same one: in a folder that all machines share, or equal copies.",
         )
-    tree = _unwrapped(found[0].trees[MODEL])
     model, engine = unwrap(trainer.model), trainer.strategy.engine
     with engine.parts.showing():
         names = names_of_all(model, attempt)
+        tree = _unwrapped(found[0].trees[MODEL], names)
+        _check_has_any(path, tree, names)
         told = attempt(lambda: json.dumps(same_tensors(model.state_dict())))
     engine.load(Saved({MODEL: tree}, partial(_section, found[0]), strict))
     there = names & tree.keys()
@@ -118,13 +119,26 @@ def _fetched(path: str) -> Path:
     return fetch_checkpoint(path)
 
 
-def _unwrapped(tree: Any) -> Mapping[str, Any]:
-    """The names as the model itself has them."""
-    for prefix in WRAPPERS:
-        if tree and all(name.startswith(prefix) for name in tree):
-            tree = {name.removeprefix(prefix): leaf for name, leaf in tree.items()}
+def _unwrapped(tree: Any, names: Set[str]) -> Mapping[str, Any]:
+    """The tree by the names that the model has, without those of wrappers before them."""
     found: Mapping[str, Any] = tree
+    while not found.keys() & names and (prefix := _wrapper(found)):
+        found = {name.removeprefix(prefix): leaf for name, leaf in found.items()}
     return found
+
+
+def _wrapper(tree: Mapping[str, Any]) -> str | None:
+    return next((p for p in WRAPPERS if tree and all(name.startswith(p) for name in tree)), None)
+
+
+def _check_has_any(path: str | Path, tree: Mapping[str, Any], names: Set[str]) -> None:
+    """Refuse a file of another model: without ``strict`` nothing would be loaded, unnoticed."""
+    if names and not tree.keys() & names:
+        raise UserError(
+            f"{path} has no tensor of this model: it names {min(tree, default='none')}, the model "
+            f"{min(names)}",
+            "Load it into the part of the model that it is of, or rename its tensors.",
+        )
 
 
 def _named(text: str, trainer: Trainer) -> Path:

@@ -219,6 +219,8 @@ class RecoveringLoop(TrainingLoop):
     def _stepped(self, batch: int, logs: Any) -> None:
         """After all that is called after a step."""
         self._hook = ALL
+        if self._counts:
+            self._metrics.keep_reports()
         if self._welcomes and not self._ends:
             raise _SomebodyWaits
 

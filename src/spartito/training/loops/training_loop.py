@@ -85,8 +85,14 @@ class TrainingLoop:
             callback.on_train_end()
 
     def _begin_epoch(self, epoch: int) -> None:
-        for callback in self._trainer.callbacks:
-            callback.on_epoch_begin(epoch)
+        with self._listening():
+            for callback in self._trainer.callbacks:
+                callback.on_epoch_begin(epoch)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch that runs, and how many of its batches are done; both begin at 0."""
+        return self._running, self._done
 
     def record(self) -> dict[str, Any]:
         """What this task did so far, and where its time went."""
@@ -226,6 +232,7 @@ class TrainingLoop:
             ends = self._came(result)
             for hook in end:
                 hook(self._done - 1, logs)
+            self._metrics.logged.settle(batch.size)  # what callbacks reported is of these rows
             if ends:
                 self._leave()
                 trainer.stop_training = True

@@ -37,7 +37,7 @@ class CarriedMetrics(MetricSet):
         )
         self._reports = False
         self._early = self.logged.fresh()
-        """What was reported here before all knew that somebody does."""
+        """What was reported here that nobody has gathered, and is not of the step that runs."""
         self._sums = [0.0] * (2 * len(metrics) if self._ride else 0)
         self._parts: list[bytes] = []
         self._gathered: list[bytes] = []
@@ -46,7 +46,8 @@ class CarriedMetrics(MetricSet):
         """What came on this task since the last update, to be summed; or all of it is collected."""
         reports = float(self.logged.has_any or self._early.has_any)
         if not self._ride:
-            self._gathered = collect(self.state())
+            own = [metric.state_dict() for metric in self._given]
+            self._gathered = collect(encode([*own, self._reported().state_dict()]))
             return (reports,)
         if self._reports:
             self._gathered = collect(self.rest())
@@ -76,6 +77,12 @@ class CarriedMetrics(MetricSet):
         found = self.logged.fresh()
         found.merge([self._early.state_dict(), self.logged.state_dict()])
         return found
+
+    def keep_reports(self) -> None:
+        """What callbacks have reported after an update stays, whatever becomes of the next step."""
+        if self.logged.has_any:
+            self._early = self._reported()
+            self.logged.reset()
 
     def forget_step(self) -> None:
         """The batches since the last update come again."""

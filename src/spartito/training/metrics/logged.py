@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,7 +13,11 @@ from spartito.accelerators import exact, wide
 from spartito.engine.host_reads import Number, added, read
 from spartito.engine.loss import describe
 from spartito.errors import UserError
+from spartito.report.figures import VALIDATION
 from spartito.training.metrics.base import NAN, Metric, Value
+
+OWN = frozenset({"loss", "epoch", "step", "seconds", "examples_per_second", "data_wait_fraction"})
+"""The figures and positions that every epoch has."""
 
 _Report = tuple[str, Number, "Number | None"]
 
@@ -28,7 +33,7 @@ class Logged(Metric):
     """
 
     def __init__(self, taken: Collection[str] = ()) -> None:
-        self._taken = frozenset(taken) | {"loss"}
+        self._taken = frozenset(taken) | OWN
         self._size = 1
         super().__init__("")
 
@@ -36,18 +41,23 @@ class Logged(Metric):
         self._waiting: list[_Report] = []
         self._sums: dict[str, list[Number]] = {}
 
-    def take(self, name: str, value: Tensor | float, count: Tensor | float | None) -> None:
+    def take(self, name: str, value: Any, count: Any) -> None:
         """Remember a report, as `spartito.log` describes it."""
         if not isinstance(name, str) or not name or name in self._taken:
             raise UserError(f"sp.log({name!r}, ...)", f"Another name than {self._known}.")
-        if isinstance(value, Tensor):
+        if name.startswith(VALIDATION):
+            raise UserError(
+                f"sp.log({name!r}, ...)",
+                f"A name without {VALIDATION}: that stands before what the validation reports.",
+            )
+        if isinstance(value, Tensor) and not value.is_complex():
             value, rows = _mean(value.detach())
             count = rows if count is None else count
-        elif not isinstance(value, int | float):
+        elif not isinstance(value, Real):
             raise _no_number(name, value)
-        if isinstance(count, Tensor):
-            count = count.detach().view(())
-        self._waiting.append((name, value, count))
+        else:
+            value = float(value)
+        self._waiting.append((name, value, None if count is None else _counted(name, count)))
 
     def update(self, output: Any, target: Any, size: int) -> None:
         self.settle(size)
@@ -65,6 +75,7 @@ class Logged(Metric):
 
     def forget(self) -> None:
         """The reports since the last `settle` were of rows that count for nothing."""
+        self._size = 0
         self._waiting.clear()
 
     def compute(self) -> Value:
@@ -94,8 +105,7 @@ class Logged(Metric):
         for name, value, given in self._waiting:
             count = self._size if given is None else given
             pair = self._sums.setdefault(name, [0.0, 0.0])
-            total = wide(value) * count if isinstance(value, Tensor) else value * count
-            self._sums[name] = [added(pair[0], total), added(pair[1], count)]
+            self._sums[name] = [added(pair[0], _total(value, count)), added(pair[1], count)]
         self._waiting.clear()
 
     @property
@@ -104,10 +114,35 @@ class Logged(Metric):
 
 
 def _mean(value: Tensor) -> tuple[Tensor, int | None]:
-    """The mean of a tensor, and of how many rows it is, unless it is one number."""
+    """The mean of a tensor, and of how many rows it is, unless it is one number.
+
+    It is a copy: an update changes a parameter in place before anybody counts what it was.
+    """
     if not value.dim():
-        return value, None
+        return value.clone(), None
     return value.mean(dtype=exact(value)), len(value)
+
+
+def _counted(name: str, count: Any) -> Number:
+    """Of how many a value is the mean."""
+    if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
+        return count.detach().clone().view(())
+    if isinstance(count, Real) and float(count) >= 0:
+        return float(count)
+    raise UserError(
+        f"sp.log({name!r}, ..., count={describe(count) if isinstance(count, Tensor) else count!r})",
+        "Of how many the value is the mean: one number, 0 or more.",
+    )
+
+
+def _total(value: Number, count: Number) -> Number:
+    """The sum of so many values; a mean over none is NaN, and counts for nothing."""
+    if not isinstance(count, Tensor):
+        if not count:
+            return 0.0
+        return (wide(value) if isinstance(value, Tensor) else value) * count
+    value = wide(value) if isinstance(value, Tensor) else value
+    return torch.where(count > 0, value * count, 0.0)
 
 
 def _alike(pair: list[Number]) -> list[Number]:
