@@ -24,6 +24,7 @@ version = "1.0"
 [project.entry-points."spartito.strategies"]
 theirs = "theirs.info:INFO"
 wrong = "theirs.info:WRONG"
+void = "theirs.nothing:INFO"
 """
 INFO = """
 from spartito.registry import StrategyInfo
@@ -120,6 +121,7 @@ def test_the_commands_that_do_not_train(commands: Commands) -> None:
         "servers": ["run", "--ps", "1", *theirs, "train.py"],
         "unknown": ["run", "--strategy", "their", "train.py"],
         "wrong": ["run", "--strategy", "wrong", "train.py"],
+        "void": ["run", "--strategy", "void", "train.py"],
         "help": ["run", "--help"],
     }
     ended = commands.python("-c", QUICK, json.dumps(list(asked.values())))
@@ -135,6 +137,7 @@ def test_the_commands_that_do_not_train(commands: Commands) -> None:
         ("servers", 2, "theirs with 1 ps: it has no parameter servers"),
         ("unknown", 2, "Did you mean 'theirs'? Known: central_storage, "),
         ("wrong", 2, "theirs.info:WRONG of theirs is no StrategyInfo"),
+        ("void", 2, "the strategy 'void' cannot be loaded from theirs.nothing:INFO of theirs"),
         ("help", 0, "theirs"),
     ):
         assert found[name][0] == code, (name, found[name])
