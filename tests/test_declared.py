@@ -27,7 +27,7 @@ from spartito.declared import (
     parse_all,
 )
 from spartito.errors import UserError
-from spartito.registry import BUILT_IN, OF_THE_JOB
+from spartito.registry import BUILT_IN, OF_THE_JOB, default_name
 
 NAMES = st.text(string.ascii_letters + "_", min_size=1, max_size=12).filter(
     lambda name: name not in ("None", "True", "False")
@@ -321,3 +321,18 @@ def test_the_text_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_hold_in_a_group(inside: str, what: str) -> None:
     with pytest.raises(UserError, match=what):
         sp.strategy("local_sgd", groups=1, inside=inside)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "servers", "name"),
+    [
+        (1, 0, "one_device"),
+        (2, 0, "multi_worker_mirrored"),
+        (1, 1, "parameter_server"),
+        (2, 1, "parameter_server"),
+    ],
+)
+def test_what_a_cluster_trains_by_where_nobody_says_so(
+    replicas: int, servers: int, name: str
+) -> None:
+    assert default_name(replicas, servers) == name

@@ -20,8 +20,8 @@ import pytest
 
 from spartito import folders
 from spartito.errors import UnwritableError, UserError
-from spartito.folders import LOCK, Holder, check_free, hold, release
-from spartito.names import ENV_SECRET, ENV_STORE
+from spartito.folders import LOCK, Holder, check_free, hold, job_of, release
+from spartito.names import ENV_SECRET, ENV_SECRET_FILE, ENV_STORE
 
 HOLDER = """
 import os, sys
@@ -243,3 +243,20 @@ def test_what_is_left_to_the_end_is_done_then_and_forks_hold_nothing(
         assert process.exitcode == 0
     assert (tmp_path / "held" / LOCK).exists()
     assert Path(done).exists()
+
+
+def test_what_is_left_to_the_end_is_done_where_no_folder_is_held() -> None:
+    program = "from spartito.folders import at_end; at_end(lambda: print('done'))"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
+
+
+def test_a_job_is_its_store_and_its_secret(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("what nobody knows\n")
+    store, secret = {ENV_STORE: "a:1"}, {ENV_SECRET: "what nobody knows"}
+    job = job_of(store | secret)
+    assert len(job) == 16
+    assert job_of(store | {ENV_SECRET_FILE: str(tmp_path / "secret")}) == job
+    assert len({job, job_of({ENV_STORE: "b:1"} | secret), job_of(store | {ENV_SECRET: "x"})}) == 3
+    for known in ({}, store, secret, store | {ENV_SECRET: " "}):
+        assert job_of(known) == ""

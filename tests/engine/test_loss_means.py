@@ -13,7 +13,7 @@ from torch.nn import functional
 from spartito.data.batch import Batch
 from spartito.engine.loss import WeightedLoss, look, look_at_own, weigh
 from spartito.engine.loss_halves import Comparisons
-from spartito.engine.loss_means import COMPARES, NOT_A_MEAN, SEVERAL, divisor
+from spartito.engine.loss_means import COMPARES, NORMALIZED, NOT_A_MEAN, SEVERAL, divisor
 
 ce = functional.cross_entropy
 
@@ -112,12 +112,22 @@ def test_sums_stay_sums() -> None:
         assert (part.scale, part.weight) == (1.0, 2 / SIZE)
 
 
+def shares(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight of its own for each target; together they are 1, as far as they are rounded."""
+    weights = torch.rand(y.shape, dtype=dtype, generator=torch.Generator().manual_seed(3))
+    return weights / weights.sum()
+
+
 @pytest.mark.parametrize(
     ("loss", "doubt"),
     [
         (lambda o, y: ce(o.flatten(0, 1), y.flatten()) + o.square().mean(), SEVERAL),
         (lambda o, y: o.square().mean() + o.sum(), NOT_A_MEAN),
         (lambda o, y: o.mean(0).square().mean(), COMPARES),
+        (lambda o, y: (each(o, y) * shares(y, torch.float32)).sum(), NORMALIZED),
+        (lambda o, y: (each(o, y) * shares(y, torch.float64)).sum(), NORMALIZED),
+        (lambda o, y: (each(o, y) * shares(y, torch.bfloat16)).sum(), NORMALIZED),
+        (lambda o, y: (each(o, y) * (shares(y, torch.float32) * y.numel())).mean(), NORMALIZED),
         (lambda o, y: o.square().mean().sqrt(), "a loss made by Sqrt"),
         (lambda o, y: o.square().sum() / 7, "a loss that is a sum over the batch divided by 7"),
     ],

@@ -24,6 +24,7 @@ version = "1.0"
 [project.entry-points."spartito.strategies"]
 theirs = "theirs.info:INFO"
 wrong = "theirs.info:WRONG"
+void = "theirs.nothing:INFO"
 """
 INFO = """
 from spartito.registry import StrategyInfo
@@ -121,6 +122,8 @@ def test_the_commands_that_do_not_train(commands: Commands) -> None:
         "unknown": ["run", "--strategy", "their", "train.py"],
         "wrong": ["run", "--strategy", "wrong", "train.py"],
         "table": ["strategies"],
+        "void": ["run", "--strategy", "void", "train.py"],
+        "help": ["run", "--help"],
     }
     ended = commands.python("-c", QUICK, json.dumps(list(asked.values())))
     assert ended.code == 0, ended.text
@@ -137,6 +140,8 @@ def test_the_commands_that_do_not_train(commands: Commands) -> None:
         ("wrong", 2, "theirs.info:WRONG of theirs is no StrategyInfo"),
         ("table", 0, "\ntheirs "),
         ("table", 0, "theirs.info:WRONG of theirs is no StrategyInfo"),
+        ("void", 2, "the strategy 'void' cannot be loaded from theirs.nothing:INFO of theirs"),
+        ("help", 0, "theirs"),
     ):
         assert found[name][0] == code, (name, found[name])
         assert says in found[name][1], (name, found[name])

@@ -132,3 +132,14 @@ def test_a_journal_without_a_beginning_is_none() -> None:
     torn = MemoryJournal([msgspec.msgpack.encode({"type": "Stopped", "stream": 1})])
     assert not Book("job", torn).goes_on
     assert isinstance(Book("job").ledger, Ledger)
+
+
+def test_a_job_that_was_done_is_known_as_such() -> None:
+    kept = MemoryJournal([])
+    book = Book("job", kept, "about")
+    book.begin()
+    assert not Book("another", kept, "about").ledger.ended
+    book.note(ledger.Ended())
+    again = Book("another", kept, "about")
+    assert again.goes_on
+    assert again.ledger.ended

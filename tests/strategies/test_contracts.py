@@ -198,7 +198,7 @@ def near(left: Any, right: Any, name: str = "") -> None:
 
 
 def common(left: Any, right: Any) -> Any:
-    """``left`` without the figures that only groups have."""
+    """``left`` without the figures that only servers and groups have."""
     if not isinstance(left, dict) or not isinstance(right, dict):
         return left
     return {name: common(left[name], value) for name, value in right.items()}
@@ -206,7 +206,7 @@ def common(left: Any, right: Any) -> Any:
 
 def agree(case: Case, left: Any, right: Any) -> None:
     """As exact as the strategy promises."""
-    if case == ONE_SERVED:
+    if servers(case):
         left = common(left, right)
     (near if is_coupled(case) else close)(left, right)
 

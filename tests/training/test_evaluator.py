@@ -18,7 +18,7 @@ from spartito.checkpoint.manager import CheckpointManager, read_checkpoint
 from spartito.cluster.spec import Task
 from spartito.errors import TaskLostError, UserError
 from spartito.report.evaluations import EVALUATIONS, keep_until, with_evaluations
-from spartito.report.page import read_run
+from spartito.report.page import REPORT, read_run
 from spartito.storage.atomic import is_whole
 from spartito.system import process_began
 from spartito.training.evaluation import Evaluation
@@ -99,6 +99,7 @@ def test_the_chief_leaves_the_validation_to_it(tmp_path: Path) -> None:
 
 def test_it_evaluates_the_newest_and_ends(tmp_path: Path, capsys: Any) -> None:
     train(tmp_path)
+    (tmp_path / REPORT).unlink()  # the chief's, which has no validation yet
     tensorboards = sp.callbacks.TensorBoard()
     found = look_on(tmp_path, callbacks=[sp.callbacks.ModelCheckpoint(), tensorboards])
     newest = CheckpointManager(tmp_path / "checkpoints").latest()
@@ -108,6 +109,7 @@ def test_it_evaluates_the_newest_and_ends(tmp_path: Path, capsys: Any) -> None:
     assert (line["epoch"], line["step"]) == (3, 12)
     assert {name: line[name] for name in expected} == pytest.approx(expected, abs=1e-12)
     assert found.history.epoch == [2]
+    assert "validation loss" in (tmp_path / REPORT).read_text()
     assert {n: v[0] for n, v in found.history.history.items()} == pytest.approx(expected, abs=1e-12)
     assert CheckpointManager(tmp_path / "checkpoints").best == newest
     assert "epoch 3  step 12  val_loss" in capsys.readouterr().out

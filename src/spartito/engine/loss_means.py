@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from math import inf, isclose, prod
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, finfo
 
 from spartito.engine.autograd_graph import (
     LINEAR,
@@ -421,7 +421,9 @@ def _is_share(mask: Tensor, total: Tensor, shape: tuple[int, ...], whole: float)
     """Whether each element has a weight of its own, and all of them are made to add up."""
     if not (mask.is_floating_point() and mask.is_cpu and mask.dim() == len(shape)):
         return False
-    return mask.shape[0] == shape[0] and isclose(float(total), whole)
+    # As exactly as the division has rounded: for fp32 a sum that is exact is not quite 1.
+    tolerance = max(1e-9, float(finfo(mask.dtype).eps) * 16)
+    return mask.shape[0] == shape[0] and isclose(float(total), whole, rel_tol=tolerance)
 
 
 def _counts(shape: tuple[int, ...]) -> list[int]:

@@ -20,7 +20,6 @@ from spartito.collectives.collective import Collective, Piggybacked
 from spartito.collectives.placement import PROCESS_GROUP
 from spartito.collectives.staged import to_host
 from spartito.data.batch import Batch
-from spartito.engine import clipping
 from spartito.engine.gradients import Gradients
 from spartito.engine.optimizers import load_named_state, named_state, unwrap
 from spartito.engine.step_context import enter
@@ -266,8 +265,7 @@ class Regrouping:
             self._taken = None if state is None else (best, state)
             for pair in team.pairs.all:
                 pair.gradients = self._gradients(pair.model, pair.optimizer)[1]
-        divides = self._exchange.divides or team.model.world_size > 1
-        clipping.watch(team.pairs, divides, team.several)
+        team.watch_clipping(self._exchange.divides)
         self._copies.keep()
         self._taken = None
         return best, state

@@ -29,7 +29,6 @@ from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader
 from spartito.data.placing import Placing
 from spartito.data.source import PerWorker
-from spartito.engine import clipping
 from spartito.engine.batchnorm import (
     asks_for_synchronization,
     local_batchnorms,
@@ -201,7 +200,7 @@ class Step:
             tensors = tensors_of(model)
             team.meet()
             placement.bring(model, list(tensors.values()))
-            clipping.watch(team.pairs, self._has_parts_of_gradients, team.several)
+            team.watch_clipping(self.parts.exchange.divides)
             whole, gradients = placement.gradients(model, made)
             dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
             dtype = dtypes.pop() if len(dtypes) == 1 else None
@@ -231,11 +230,6 @@ class Step:
         known, pair.shared = pair.shared, tensors_of(model)
         new = [tensor for key, tensor in pair.shared.items() if key not in known]
         self.parts.placement.bring(model, new)
-
-    @property
-    def _has_parts_of_gradients(self) -> bool:
-        """Whether other tasks have other parts of an update's gradients."""
-        return self.parts.exchange.divides or self.team.model.world_size > 1
 
     def using(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """As `Strategy.using`."""

@@ -13,6 +13,7 @@ from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.rendezvous import Rendezvous
 from spartito.data.batch import Batch
+from spartito.engine import clipping
 from spartito.errors import TaskLostError
 from spartito.registry import strategy_info, strategy_names
 from spartito.steps.coordination import Coordination, SynchronousCoordination
@@ -110,6 +111,14 @@ class Team:
     def meet(self) -> None:
         """Connect the groups, unless they are; all tasks call it."""
         self.replicas, self.model = self.groups.replicas, self.groups.model
+
+    def watch_clipping(self, divides: bool) -> None:
+        """Refuse clipping by hand, from now on, where it would go wrong.
+
+        Args:
+            divides: Whether the exchange gives each task other parts of the gradients.
+        """
+        clipping.watch(self.pairs, divides or self.model.world_size > 1, self.several)
 
     def regroup(self, cause: TaskLostError | None) -> bool:
         """Leave all groups, and meet those who live, and those who are new; all of them call it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -23,7 +24,9 @@ def report_norm(strategy: Strategy, optimizer: Optimizer, metrics: Any) -> None:
         UserError: Nobody has the gradients of an update.
     """
     asked = [metrics] if isinstance(metrics, str) else metrics
-    if not isinstance(asked, list | tuple) or GRADIENT_NORM not in asked:
+    # Metrics of torchmetrics are equal to anything, in their way.
+    names = [each for each in asked if isinstance(each, str)] if isinstance(asked, Sequence) else []
+    if GRADIENT_NORM not in names:
         return
     if strategy.engine.cluster.addresses.get("ps"):
         raise UserError(

@@ -117,7 +117,7 @@ class Appointments:
         self, spans: Sequence[Sequence[Server]], job: str, runtime: Runtime = SYSTEM
     ) -> None:
         self._spans, self._job, self._runtime = spans, job, runtime
-        self._views = [View(0, 0, fresh=True) for _ in spans]
+        self._views = [View(0, 0) for _ in spans]
         self._over = runtime.event()
         self._threads: list[Joinable] = []
         self.fail: Callable[[SpartitoError], None] = lambda error: warn("%s", error)
