@@ -123,7 +123,6 @@ def test_the_commands_that_do_not_train(commands: Commands) -> None:
         "wrong": ["run", "--strategy", "wrong", "train.py"],
         "table": ["strategies"],
         "void": ["run", "--strategy", "void", "train.py"],
-        "help": ["run", "--help"],
     }
     ended = commands.python("-c", QUICK, json.dumps(list(asked.values())))
     assert ended.code == 0, ended.text
@@ -141,7 +140,6 @@ def test_the_commands_that_do_not_train(commands: Commands) -> None:
         ("table", 0, "\ntheirs "),
         ("table", 0, "theirs.info:WRONG of theirs is no StrategyInfo"),
         ("void", 2, "the strategy 'void' cannot be loaded from theirs.nothing:INFO of theirs"),
-        ("help", 0, "theirs"),
     ):
         assert found[name][0] == code, (name, found[name])
         assert says in found[name][1], (name, found[name])
