@@ -124,6 +124,7 @@ class Losses(sp.Callback):
 def reporting(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """A loss that reports figures of its own."""
     log("confidence", output.softmax(1).amax(1))
+    log("label", target.double())
     return nn.functional.cross_entropy(output, target, reduction="none")
 
 
@@ -359,6 +360,12 @@ def test_a_third_less_of_the_tasks_gives_the_same_numbers(tmp_path: Path) -> Non
     assert [result["tasks"] for result in others] == [2, 2]
     for result in others:
         assert difference(without(result, "tasks"), without(expected, "tasks")) <= 1e-12
+
+
+def test_replicas_without_rows_report_nothing(tmp_path: Path) -> None:
+    plan = Plan(2, training={"reports": True, "batch": 22, "epochs": 1})  # the last batch has a row
+    for found in run(plan, tmp_path / "job"):
+        assert found["history"]["label"] == [pytest.approx(blobs(45)[1].double().mean().item())]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,12 +50,30 @@ def test_training_ends_with_a_step(replicas: Replicas, case: Case) -> None:
             assert len(found["val"]) == len(found["epochs"])
 
 
+def test_steps_go_on_after_an_epoch_that_was_cut(tmp_path: Path) -> None:
+    x, y = blobs(20)
+
+    def trainer() -> sp.Trainer:
+        return sp.Trainer(
+            mlp(), optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=nn.CrossEntropyLoss()
+        )
+
+    first, second = trainer(), trainer()
+    first.fit((x, y), batch_size=4, max_steps=3, verbose=0)
+    first.save(tmp_path / "saved")
+    second.load(tmp_path / "saved")
+    for each in (first, second):
+        each.fit((x, y), batch_size=4, max_steps=12, verbose=0)
+        assert each.step == 12
+
+
 def test_the_last_examples_validate() -> None:
     x, y = blobs(20)
     trainer = sp.Trainer(
         mlp(), optimizer=lambda p: torch.optim.SGD(p, 0.0001), loss=nn.CrossEntropyLoss()
     )
-    history = trainer.fit((x, y), validation_split=0.25, verbose=0)
+    data = sp.data.arrays(x, y).batch(3, drop_remainder=True)
+    history = trainer.fit(data, validation_split=0.25, verbose=0)  # of 5 rows none is left out
     figures = trainer.evaluate((x[15:], y[15:]))
     assert history.history["val_loss"] == [pytest.approx(figures["loss"], abs=1e-12)]
     assert trainer.examples == 15

@@ -192,7 +192,7 @@ class Regrouping:
 
     def saw(self, output: Any, batch: Batch) -> None:
         """As `Recovering.saw`."""
-        if self.aboard is not None and output is not None:
+        if self.aboard is not None and (output is not None or not batch.size):
             self.aboard.saw(output, batch)
 
     def brings(self) -> Piggybacked:

@@ -228,6 +228,15 @@ def asked_epochs(
     return math.ceil(max_steps / math.ceil(length / accumulate)) if length else max_steps
 
 
+def has_epochs(epochs: int | None) -> bool:
+    """Whether the script or the environment says how many epochs there are.
+
+    Args:
+        epochs: What the script says.
+    """
+    return epochs is not None or bool(os.environ.get(ENV_EPOCHS))
+
+
 def asked_strategy(asked: object) -> Strategy:
     """The strategy of a trainer.
 

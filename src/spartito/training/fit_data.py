@@ -112,7 +112,12 @@ def split(chain: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
             "Give more examples, or another fraction.",
         )
     kept = replace(
-        chain, source=stretch(source, first, count), shuffled=False, lengths=None, repeats=1
+        chain,
+        source=stretch(source, first, count),
+        shuffled=False,
+        lengths=None,
+        repeats=1,
+        drop_remainder=False,
     )
     lengths = None if chain.lengths is None else chain.lengths[:first]
     return replace(chain, source=stretch(source, 0, first), lengths=lengths), kept

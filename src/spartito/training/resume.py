@@ -139,3 +139,15 @@ def restore(callbacks: Sequence[Callback], saved: Sequence[Sequence[Any]]) -> No
                 left.remove(entry)
                 callback.load_state_dict(entry[1])
                 break
+
+
+def into_epoch(loop: dict[str, Any], steps: int | None) -> int:
+    """How many batches of the epoch that comes next were trained on before.
+
+    Args:
+        loop: The state of one, as a checkpoint keeps it.
+        steps: The batches of an epoch; None: those of a pass over the data. One that was ended in
+            between goes on with what is left of it.
+    """
+    done = int(loop["done"])
+    return done if steps is not None else max(done, int(loop["data"].get("step", 0)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
@@ -23,7 +24,7 @@ from spartito.folders import check_free
 from spartito.notes import note, warn
 from spartito.storage.tensors import check_storable
 from spartito.strategies import Strategy
-from spartito.training.arguments import asked_epochs, asked_strategy, known_names
+from spartito.training.arguments import asked_epochs, asked_strategy, has_epochs, known_names
 from spartito.training.backups.identity import options_of
 from spartito.training.callback import Callback, Where, check_given
 from spartito.training.callbacks.backup_and_restore import BackupAndRestore
@@ -53,7 +54,7 @@ from spartito.training.packed_documents import check_documents
 from spartito.training.predictions import predicted
 from spartito.training.preemption import Notice
 from spartito.training.rate_finder import LearningRates, find_learning_rate
-from spartito.training.resume import find_together, restore, trained_on
+from spartito.training.resume import find_together, into_epoch, restore, trained_on
 from spartito.training.run_folder import RunFolder, check_task
 from spartito.training.saving import Saves
 from spartito.training.schedule import Schedule, SchedulerLike, make_scheduler
@@ -247,7 +248,8 @@ class Trainer:
                 many as ``max_steps`` needs.
             steps_per_epoch: Global batches of an epoch; None: all of the data.
             max_steps: The global step with which training ends, in whatever epoch that is (under
-                ``parameter_server`` a few more may be on their way).
+                ``parameter_server`` a few more may be on their way; under ``local_sgd`` it ends
+                when groups meet next).
             validation_data: What is evaluated after each epoch.
             validation_split: The fraction of ``data``, at its end, that is evaluated instead.
             validation_steps: How many global batches of it; None: all.
@@ -282,6 +284,7 @@ class Trainer:
             chain, validation_data = split(chain, validation_split)
         chain = with_class_weights(chain, weights)
         steps = steps_per_epoch or chain.steps_per_epoch
+        by_steps = max_steps is not None and not has_epochs(epochs)
         epochs = asked_epochs(epochs, steps_per_epoch, max_steps, steps, self.accumulate)
         if not epochs and self.is_chief:
             warn("fit(epochs=0) trains nothing")
@@ -325,6 +328,10 @@ class Trainer:
         first = first if initial_epoch is None else initial_epoch
         if not self.coordination.joins:  # a worker that comes late may have read a newer one
             first = self.coordination.publish(lambda: first)
+        if by_steps and max_steps is not None and self.step < max_steps:
+            done = into_epoch(restored["loop"], steps_per_epoch) if restored else 0
+            left = max_steps - self.step + math.ceil(done / self.accumulate)
+            epochs = max(epochs, first + asked_epochs(None, None, left, steps, self.accumulate))
         self.epochs, self.steps_per_epoch, self.max_steps = epochs, steps, max_steps
         self.batch_size, self.examples = chain.batch_size, chain.examples
         self.saves.destinations = {}
