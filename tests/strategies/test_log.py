@@ -61,6 +61,11 @@ def test_they_are_means_over_all_examples(replicas: Replicas, case: Case) -> Non
         assert 0 <= history["batch"][0] <= 7
 
 
+def test_a_trial_of_what_a_model_draws_reports_nothing(replicas: Replicas) -> None:
+    for found in replicas(log_jobs.deterministic, 2, "mirrored"):
+        assert found == pytest.approx([expected(50)["rows"]], abs=EXACT)
+
+
 @each_of([*CASES, ("pipeline", 2, {"microbatches": 3})])
 def test_all_predictions_come_in_their_order(replicas: Replicas, case: Case) -> None:
     found = run(replicas, case, log_jobs.of_all_predictions)

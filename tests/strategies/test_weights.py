@@ -11,7 +11,7 @@ from torch import nn
 
 import spartito as sp
 from spartito.errors import UserError
-from tests.replicas import Replicas
+from tests.replicas import ReplicaError, Replicas
 from tests.strategies import weight_jobs
 from tests.strategies.test_contracts import Case, each_of, servers
 
@@ -112,3 +112,8 @@ def test_a_file_of_which_nothing_fits(tmp_path: Path) -> None:
     trainer = sp.Trainer(Wrapped(), strategy="one_device")
     with pytest.raises(UserError, match="no tensor of this model"):
         trainer.load_weights(tmp_path / "a.pt", strict=False)
+
+
+def test_files_that_differ_in_values_alone(replicas: Replicas, tmp_path: Path) -> None:
+    with pytest.raises(ReplicaError, match="read different files"):
+        replicas(weight_jobs.load_own, 2, "mirrored", tmp_path)

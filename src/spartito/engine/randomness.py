@@ -35,6 +35,7 @@ from spartito.engine.keyed_draws import (
     random,
     refusal,
 )
+from spartito.engine.logged import listening
 from spartito.engine.step_context import StepContext, current, enter
 from spartito.errors import UserError
 
@@ -302,7 +303,7 @@ def _measure(now: _Pass, look: Callable[..., Draws]) -> list[tuple[Any, Rows | N
 
 
 def _look(module: nn.Module, *args: Any, **kwargs: Any) -> Draws:
-    with Recording() as recording:
+    with Recording() as recording, listening(None):  # of a trial nobody wants figures
         module(*args, **kwargs)
     made: Draws = recording.made
     return made

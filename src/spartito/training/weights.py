@@ -10,11 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from spartito.checkpoint.convert import FORMS, check_form, write_model
 from spartito.checkpoint.foreign_files import MODEL, Opened, opened
 from spartito.checkpoint.in_store import fetch_checkpoint
 from spartito.checkpoint.saved_state import Saved
-from spartito.checkpoint.stored_parts import Reader
+from spartito.checkpoint.stored_parts import Reader, Tensors
 from spartito.engine.optimizers import unwrap
 from spartito.errors import UserError
 from spartito.names import nearest
@@ -84,9 +86,7 @@ def load_weights(trainer: Trainer, path: str | Path, strict: bool) -> Loaded:
 
     def look() -> str:
         found.append(opened(_fetched(str(path))))
-        model = found[0].model
-        shapes = [(name, model.shape(name)) for name in model.names]
-        return f"{zlib.crc32(repr(shapes).encode()):08x}"
+        return _checksum(found[0].model) if trainer.coordination.cluster.world_size > 1 else ""
 
     if len(set(attempt(look))) > 1:
         raise UserError(
@@ -105,6 +105,16 @@ def load_weights(trainer: Trainer, path: str | Path, strict: bool) -> Loaded:
         if there & {name, owner}:
             there |= {name, owner}
     return Loaded(sorted(names - there), sorted(tree.keys() - names))
+
+
+def _checksum(model: Tensors) -> str:
+    """The same where names, shapes and all values are."""
+    found = 0
+    for name in sorted(model.names):
+        tensor = model.read(name)
+        found = zlib.crc32(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode(), found)
+        found = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), found)
+    return f"{found:08x}"
 
 
 def _section(found: Opened, name: str) -> Any:
