@@ -113,7 +113,7 @@ def _checksum(model: Tensors) -> str:
     for name in sorted(model.names):
         tensor = model.read(name)
         found = zlib.crc32(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode(), found)
-        found = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), found)
+        found = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, found)
     return f"{found:08x}"
 
 
