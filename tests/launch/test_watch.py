@@ -10,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spartito.cluster.limits import NOTICE, notice_limit
+from spartito.cluster.recovery import Recovery
 from spartito.heartbeat import PHASES, Beat, Life
+from spartito.launch.processes.launcher import Processes
 from spartito.launch.processes.process import Running
+from spartito.launch.processes.roles import Roles
 from spartito.launch.processes.watch import Notice, Seen, Watch, missed, stragglers
 
 HERE = Beat(7, 7, "step", 0, 0.0, 0.0, 0.0, 4711, 37)
@@ -206,3 +209,14 @@ def test_others_give_a_task_up_where_it_starts_again_or_they_do_without_it(
     process = SimpleNamespace(restarts=restarts, vital=vital, gives_up=5.0)
     found = cast(Any, Running.gives_up).fget(SimpleNamespace(starts=starts, process=process))
     assert found == (5.0 if waits else None)
+
+
+@pytest.mark.parametrize(
+    ("recovery", "ps", "keeps"),
+    [(Recovery(), 0, True), (Recovery(), 1, False), (None, 0, False), (None, 1, False)],
+)
+def test_a_launcher_keeps_the_store_of_a_job_that_outlives_its_first_task(
+    recovery: Recovery | None, ps: int, keeps: bool
+) -> None:
+    launcher = cast(Any, SimpleNamespace(recovery=recovery))
+    assert Processes.keeps_store(launcher, Roles(2, ps=ps)) == keeps
