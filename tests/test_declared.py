@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import string
 from collections.abc import Iterable
@@ -336,3 +337,20 @@ def test_what_a_cluster_trains_by_where_nobody_says_so(
     replicas: int, servers: int, name: str
 ) -> None:
     assert default_name(replicas, servers) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "why"),
+    [
+        ("mirrored", (2, 2, 1), "mirrored with 1 ps: it has no parameter servers"),
+        ("parameter_server", (2, 2, 0), "parameter_server without a parameter server"),
+        ("one_device", (2, 2, 0), "one_device trains in 1 process, but 2 are asked for"),
+        ("mirrored", (4, 2, 0), "mirrored is for one machine, but 2 of 4 replicas"),
+    ],
+)
+def test_a_cluster_that_a_strategy_cannot_have_is_refused(
+    name: str, cluster: tuple[int, int, int], why: str
+) -> None:
+    with pytest.raises(UserError, match=re.escape(why)):
+        BUILT_IN[name].check(*cluster)
+    BUILT_IN["multi_worker_mirrored"].check(4, 2, 0)

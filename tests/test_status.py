@@ -38,9 +38,12 @@ def write(run: Path, *found: Status) -> None:
 def test_tasks_are_in_order_and_those_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:
     other = replace(WORKER, task="worker 10")
     earlier = replace(WORKER, task="worker 2", time=WORKER.began - 1)
-    write(tmp_path, SERVER, other, WORKER, earlier)
+    again = replace(WORKER, task="worker 1", began=LATER + 1, time=LATER + 2)  # started again
+    write(tmp_path, SERVER, other, WORKER, earlier, again)
     (tmp_path / "tasks" / "worker-3.now").write_text("{half")
-    assert [one.task for one in statuses(tmp_path)] == ["worker 0", "worker 10", "ps 0"]
+    assert [one.task for one in statuses(tmp_path)] == [
+        *("worker 0", "worker 1", "worker 10", "ps 0")
+    ]
 
 
 def test_the_figures_of_a_task(tmp_path: Path) -> None:

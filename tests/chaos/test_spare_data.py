@@ -45,6 +45,7 @@ def test_a_copy_is_spoiled(
         copy = spare.sample.parents[1]
         assert contents(copy) == before
         assert (copy / "empty").is_dir()
+        assert not [path for path in copy.rglob("*") if path.is_dir() and path.is_symlink()]
         assert spare.arguments[0] == "--epochs=3"
         if how == "data":
             assert spare.data == str(copy)

@@ -145,6 +145,10 @@ def test_without_an_engine_nothing_starts(
 def test_processes_need_no_containers() -> None:
     assert containers_for("processes", Compose()) is None
     assert containers_for("compose", Compose()) == Compose()
+    with pytest.raises(UserError, match="--host-network is for containers"):
+        containers_for("processes", HOST)
+    with pytest.raises(UserError, match="--on podman is neither processes nor compose"):
+        containers_for("podman", Compose())
 
 
 SCRIPT = """

@@ -231,3 +231,9 @@ def test_strategies_that_differ_in_signs_alone_have_their_own_drawings() -> None
     assert set(strategy_colours(comparison(made))) == set(texts)
     assert text.count("local_sgd(mixing=-1)") > 3
     assert "<&'>" not in text
+
+
+def test_the_goal_is_among_the_settings() -> None:
+    text, _ = check(record(run("mirrored"), goal=("val_accuracy", 0.9)))
+    assert "<dt>goal</dt><dd>validation accuracy 90.00%</dd>" in text
+    assert "<dt>goal</dt>" not in check(record(run("mirrored")))[0]

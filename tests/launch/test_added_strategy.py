@@ -70,7 +70,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def commands(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Commands]:
-    monkeypatch.setenv("PYTHONPATH", str(installed))
+    before = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(installed), before])))
     with commands_in(tmp_path) as found:
         found.write("train.py", SCRIPT)
         yield found

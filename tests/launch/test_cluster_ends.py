@@ -147,6 +147,16 @@ def test_the_secret_is_a_file_for_the_containers_user_alone(tmp_path: Path) -> N
     assert text.strip() not in path.read_text()
 
 
+def test_a_secret_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "compose.yaml"
+    path.write_text(compose_file(plan_containers("mnist", workers=2)))
+    job = read_job(path)
+    path.rename(tmp_path / "elsewhere")
+    nowhere = replace(job, path=tmp_path / "elsewhere" / "compose.yaml")
+    with pytest.raises(UserError, match=r"the secret .*mnist\.secret cannot be written: Not a dir"):
+        make_secret(nowhere)
+
+
 def test_several_machines_share_the_secret_that_was_written_once(tmp_path: Path) -> None:
     network = Network(host=True, machines=("a", "b"))
     plan = Containers(

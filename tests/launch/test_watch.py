@@ -2,13 +2,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spartito.cluster.limits import NOTICE, notice_limit
+from spartito.cluster.recovery import Recovery
 from spartito.heartbeat import PHASES, Beat, Life
+from spartito.launch.processes.launcher import Processes
+from spartito.launch.processes.process import Running
+from spartito.launch.processes.roles import Roles
 from spartito.launch.processes.watch import Notice, Seen, Watch, missed, stragglers
 
 HERE = Beat(7, 7, "step", 0, 0.0, 0.0, 0.0, 4711, 37)
@@ -191,3 +197,26 @@ def test_a_task_is_named_before_the_others_give_it_up(
     given: float | None, env: dict[str, str], seconds: float
 ) -> None:
     assert notice_limit(given, env) == seconds
+
+
+@pytest.mark.parametrize(
+    ("starts", "restarts", "vital", "waits"),
+    [(1, 1, True, True), (2, 1, True, False), (2, 1, False, True)],
+)
+def test_others_give_a_task_up_where_it_starts_again_or_they_do_without_it(
+    starts: int, restarts: int, vital: bool, waits: bool
+) -> None:
+    process = SimpleNamespace(restarts=restarts, vital=vital, gives_up=5.0)
+    found = cast(Any, Running.gives_up).fget(SimpleNamespace(starts=starts, process=process))
+    assert found == (5.0 if waits else None)
+
+
+@pytest.mark.parametrize(
+    ("recovery", "ps", "keeps"),
+    [(Recovery(), 0, True), (Recovery(), 1, False), (None, 0, False), (None, 1, False)],
+)
+def test_a_launcher_keeps_the_store_of_a_job_that_outlives_its_first_task(
+    recovery: Recovery | None, ps: int, keeps: bool
+) -> None:
+    launcher = cast(Any, SimpleNamespace(recovery=recovery))
+    assert Processes.keeps_store(launcher, Roles(2, ps=ps)) == keeps

@@ -351,3 +351,18 @@ def test_closing_again_changes_nothing() -> None:
     coordinator = Coordinator(["worker 0"], timeout=1.0)
     coordinator.close()
     coordinator.close()
+
+
+def test_who_drains_a_stream_waits_for_the_leases_that_are_out() -> None:
+    with co.serving(1) as (coordinator, _), ThreadPoolExecutor(1) as threads:
+        local = LocalLink(coordinator, 0)
+        coordinator.open(0, co.plan(epochs=1))
+        lease = local.take(0, 0, None)
+        assert isinstance(lease, Lease)
+        coordinator.end_stream(0)
+        drained = threads.submit(coordinator.drain, 0)
+        with pytest.raises(TimeoutError):
+            drained.result(0.2)
+        local.take(0, 0, co.report(lease), wait=False)
+        drained.result(co.LIMIT)
+        local.close()
