@@ -126,7 +126,7 @@ def loader(race: Race, _: str) -> None:
 def lightning(race: Race, folder: str) -> None:
     """Lightning without logger, bar and checkpoints."""
     import pytorch_lightning as pl
-    from lightning_fabric.plugins.environments import LightningEnvironment
+    from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 
     clock = race.clock
 
