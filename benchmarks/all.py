@@ -23,7 +23,7 @@ from benchmarks.page import render
 from benchmarks.plan import FURTHER, LONGER, PLAN, Planned
 from benchmarks.results import Result, from_line, markdown, put_between, read, write
 
-NAMED = ("tensorflow", "grain", "data")
+NAMED = ("tensorflow", "grain", "keras", "data")
 GRACE = 10.0
 """Seconds that a command has to end what it started."""
 
@@ -159,6 +159,9 @@ def _options() -> argparse.ArgumentParser:
         metavar="PYTHON",
         type=interpreter,
         help="an interpreter that has grain and Pillow",
+    )
+    made.add_argument(
+        "--keras", metavar="PYTHON", type=interpreter, help="an interpreter that has Keras"
     )
     made.add_argument("--data", metavar="PHOTOS", help="photos, one folder per class")
     made.add_argument(

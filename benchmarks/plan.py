@@ -81,6 +81,8 @@ PLAN = (
 """The commands of the table, in its order: an hour at most."""
 
 FURTHER = (
+    Planned("other-trainers", "fit beside other trainers: the MLP", "other_trainers", 1, 900,
+            takes=("keras",)),
     Planned("pushes", "A push of 11 MB to a parameter server and back", "transport", 2, 240,
             ("--size=11",)),
     Planned("slow-worker", "One of 2 workers at a quarter of the speed", "slow_worker", 1, 600),

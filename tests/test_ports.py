@@ -49,8 +49,8 @@ def code(path: Path) -> list[str]:
 
 def changed(name: str) -> int:
     """How many lines a port has removed and added."""
-    both = (code(PORTS / name / script) for script in ("before.py", "after.py"))
-    return sum(line[:2] in ("- ", "+ ") for line in ndiff(*both))
+    before, after = (code(PORTS / name / script) for script in ("before.py", "after.py"))
+    return sum(line[:2] in ("- ", "+ ") for line in ndiff(before, after))
 
 
 def test_all_eight_are_there() -> None:

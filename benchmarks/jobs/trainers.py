@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 import spartito as sp
 from benchmarks.common import flush_denormals
 from benchmarks.jobs.plain import mlp
-from benchmarks.jobs.steps import EpochClock, adam
+from benchmarks.jobs.steps import adam
 
 
 @dataclass(frozen=True)
@@ -41,26 +41,23 @@ class Race:
     size: int
     world_size: int
     epochs: int
-
-    @property
-    def steps(self) -> int:
-        """Steps of an epoch."""
-        return len(self.x) // (self.size * self.world_size)
+    clock: Clock
 
 
 @dataclass
 class Clock:
-    """Seconds per step of every epoch."""
+    """Seconds per step of every epoch, by the clock or of the process's CPU time."""
 
+    now: Callable[[], float]
     steps: int
     windows: list[float] = field(default_factory=list)
     began: float = 0.0
 
-    def begin(self) -> None:
-        self.began = time.perf_counter()
+    def begin(self, *_: Any, **__: Any) -> None:
+        self.began = self.now()
 
-    def end(self) -> None:
-        self.windows.append((time.perf_counter() - self.began) / self.steps)
+    def end(self, *_: Any, **__: Any) -> None:
+        self.windows.append((self.now() - self.began) / self.steps)
 
 
 def main() -> None:
@@ -69,6 +66,7 @@ def main() -> None:
     options.add_argument("side", choices=SIDES)
     for name in ("size", "steps", "epochs"):
         options.add_argument(f"--{name}", type=int, required=True)
+    options.add_argument("--cpu", action="store_true")
     given = options.parse_args()
     torch.set_num_threads(1)
     flush_denormals()
@@ -76,32 +74,34 @@ def main() -> None:
     torch.manual_seed(0)
     count = given.steps * given.size * world_size
     x, y = torch.rand(count, 784), torch.randint(0, 10, (count,))
-    race = Race(x, y, given.size, world_size, given.epochs + 1)  # the first one warms up
+    is_first = os.environ["RANK"] == "0"
+    clock = Clock(time.process_time if given.cpu else time.perf_counter, given.steps)
+    race = Race(x, y, given.size, world_size, given.epochs + 1, clock)
     with tempfile.TemporaryDirectory() as folder:
-        windows = SIDES[given.side](race, folder)
-    if os.environ["RANK"] == "0":
-        print(json.dumps(windows[1:]), flush=True)
+        SIDES[given.side](race, folder)
+    if is_first:
+        print(json.dumps(clock.windows[1:]), flush=True)  # the first one warms up
 
 
-def fit(race: Race, _: str) -> list[float]:
+def fit(race: Race, _: str) -> None:
     """`Trainer.fit`."""
-    model, clock = mlp(), EpochClock(race.steps)
+    model, clock = mlp(), race.clock
     strategy = sp.OneDeviceStrategy() if race.world_size == 1 else sp.MirroredStrategy()
     trainer = sp.Trainer(
         model, optimizer=adam(model), loss=nn.CrossEntropyLoss(), strategy=strategy
     )
     data = sp.data.arrays(race.x, race.y).shuffle().batch(race.size * race.world_size)
-    trainer.fit(data, epochs=race.epochs, callbacks=[clock], verbose=False)
+    callback = sp.callbacks.LambdaCallback(on_epoch_begin=clock.begin, on_epoch_end=clock.end)
+    trainer.fit(data, epochs=race.epochs, callbacks=[callback], verbose=False)
     strategy.close()
-    return clock.windows
 
 
-def loader(race: Race, _: str) -> list[float]:
+def loader(race: Race, _: str) -> None:
     """What one writes without a library."""
     several = race.world_size > 1
     if several:
         dist.init_process_group("gloo")
-    data, clock = TensorDataset(race.x, race.y), Clock(race.steps)
+    data, clock = TensorDataset(race.x, race.y), race.clock
     sampler: Any = DistributedSampler(data) if several else None
     batches = DataLoader(data, batch_size=race.size, shuffle=not several, sampler=sampler)
     model: nn.Module = mlp()
@@ -121,15 +121,14 @@ def loader(race: Race, _: str) -> list[float]:
         clock.end()
     if several:
         dist.destroy_process_group()
-    return clock.windows
 
 
-def lightning(race: Race, folder: str) -> list[float]:
+def lightning(race: Race, folder: str) -> None:
     """Lightning without logger, bar and checkpoints."""
     import pytorch_lightning as pl
-    from pytorch_lightning.plugins.environments import LightningEnvironment
+    from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 
-    clock = Clock(race.steps)
+    clock = race.clock
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -165,7 +164,6 @@ def lightning(race: Race, folder: str) -> list[float]:
     )
     data = TensorDataset(race.x, race.y)
     trainer.fit(Module(), DataLoader(data, batch_size=race.size, shuffle=True))
-    return clock.windows
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -194,14 +192,14 @@ class Computing(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def transformers(race: Race, folder: str) -> list[float]:
+def transformers(race: Race, folder: str) -> None:
     """Transformers' Trainer without logs, bar, checkpoints and clipping."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     if race.world_size == 1:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             os.environ.pop(name)
-    clock = Clock(race.steps)
+    clock = race.clock
 
     class Epochs(TrainerCallback):
         def on_epoch_begin(self, *_: Any, **__: Any) -> None:
@@ -233,16 +231,13 @@ def transformers(race: Race, folder: str) -> list[float]:
         optimizers=(optimizer, schedule),
         callbacks=[Epochs()],
     ).train()
-    os.environ.setdefault("RANK", "0")
-    return clock.windows
 
 
-def keras(race: Race, _: str) -> list[float]:
+def keras(race: Race, _: str) -> None:
     """Keras on torch, compiled as its users have it there."""
     os.environ["KERAS_BACKEND"] = "torch"
     import keras
 
-    clock = Clock(race.steps)
     layers = [keras.layers.Dense(width, activation="relu") for width in (256, 256)]
     model = keras.Sequential([keras.Input((784,)), *layers, keras.layers.Dense(10)])
     model.compile(
@@ -250,7 +245,7 @@ def keras(race: Race, _: str) -> list[float]:
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
     callback = keras.callbacks.LambdaCallback(
-        on_epoch_begin=lambda *_: clock.begin(), on_epoch_end=lambda *_: clock.end()
+        on_epoch_begin=race.clock.begin, on_epoch_end=race.clock.end
     )
     model.fit(
         race.x.numpy(),
@@ -260,10 +255,9 @@ def keras(race: Race, _: str) -> list[float]:
         verbose=0,
         callbacks=[callback],
     )
-    return clock.windows
 
 
-SIDES: dict[str, Callable[[Race, str], list[float]]] = {
+SIDES: dict[str, Callable[[Race, str], None]] = {
     "fit": fit,
     "loader": loader,
     "lightning": lightning,

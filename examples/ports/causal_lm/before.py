@@ -1,4 +1,4 @@
-"""A language model is tuned on answers: prompts and padding have the label -100."""
+"""A language model is tuned on replies: prompts and padding have the label -100."""
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -7,7 +7,7 @@ torch.manual_seed(0)
 PROMPT, LENGTH = 4, 12
 
 
-class Answers(torch.utils.data.Dataset):
+class Replies(torch.utils.data.Dataset):
     """Stands in for dialogues after their tokenizer."""
 
     def __init__(self, count):
@@ -24,7 +24,7 @@ class Answers(torch.utils.data.Dataset):
         return {"input_ids": self.words[index] * mask, "attention_mask": mask, "labels": labels}
 
 
-train = Answers(48)
+train = Replies(48)
 config = GPT2Config(
     vocab_size=50,
     n_positions=LENGTH,

@@ -15,10 +15,11 @@ loader = DataLoader(data, batch_size=50)
 net = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 1))
 optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
 net, optimizer = strategy.prepare(net, optimizer)
+loader = strategy.distribute(loader)
 
 for _ in range(4):
     net.train()
-    for batch in strategy.distribute(loader):
+    for batch in loader:
         inputs, targets = batch
         loss = nn.functional.mse_loss(net(inputs), targets)
         optimizer.zero_grad()

@@ -39,13 +39,16 @@ criterion = nn.CrossEntropyLoss()
 optimizer = torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
 model, optimizer = strategy.prepare(model, optimizer)
+loaders = {
+    phase: strategy.distribute(each, training=phase == "train") for phase, each in loaders.items()
+}
 
 for epoch in range(4):
     for phase, loader in loaders.items():
         head.train(phase == "train")
         backbone.eval()
         total, right = 0.0, 0
-        for batch in strategy.distribute(loader, training=phase == "train"):
+        for batch in loader:
             inputs, targets = batch
             with torch.set_grad_enabled(phase == "train"):
                 outputs = model(inputs)

@@ -64,5 +64,9 @@ class Batch(msgspec.Struct, frozen=True):
         return self.data[key]
 
     def keys(self) -> Any:
-        """The names of a dict's entries; with them ``**batch`` is the dict."""
+        """The names of a dict's entries.
+
+        Returns:
+            A view of them, with which ``**batch`` is the dict.
+        """
         return self.data.keys()
