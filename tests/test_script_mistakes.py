@@ -151,10 +151,14 @@ class Script:
 
 @pytest.mark.parametrize(("statement", "words"), [(a.strip(), c) for a, _, c in ROWS])
 def test_a_mistake(
-    statement: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    statement: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    logging.getLogger("spartito").setLevel(logging.ERROR)
+    caplog.set_level(logging.ERROR, "spartito")  # until the test ends
     with pytest.raises(UserError) as found:
         Script(tmp_path).run(statement)
     said = str(found.value)
