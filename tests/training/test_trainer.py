@@ -26,7 +26,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"metrics": ["acc"]}, "unknown metric 'acc'"),
+        ({"metrics": ["acc"]}, "the metric 'acc' is called 'accuracy'"),
         ({"loss": nn.MSELoss}, "loss=MSELoss is a class"),
         ({"model": nn.Linear}, "is no module"),
         ({"loss": nn.MSELoss(reduction="sum")}, r"MSELoss\(reduction='sum'\)"),

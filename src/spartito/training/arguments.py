@@ -179,7 +179,7 @@ def _translated(
     for word, value in given.items():
         mine = ALIASES[name].get(word, word)
         if mine not in ours:
-            near = get_close_matches(word, HINTS[name], n=1, cutoff=0.8)
+            near = get_close_matches(word, [*ours, *HINTS[name]], n=1, cutoff=0.8)
             hint = HINTS[name].get(near[0] if near else word) or nearest(word, ours)
             raise UserError(f"{name}() has no argument {word!r}", hint)
         if mine in found or (mine != word and mine in given):
