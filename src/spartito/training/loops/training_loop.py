@@ -240,8 +240,8 @@ class TrainingLoop:
         for result in self._batches.watch():
             beat(trainer.step, SERVE)
             self._came(result)
-            for hook in end:
-                hook(self._done - 1, logs)
+            for hook in end if result.updates or result.batches else ():
+                hook(max(self._done - 1, 0), logs)  # of several workers the first batch may be open
             if self._coordination.agree_to_stop(trainer.stop_training or trainer.is_at_end):
                 break
         rest = strategy.flush()
