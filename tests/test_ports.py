@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from difflib import ndiff
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -31,6 +32,11 @@ BEFORE = {"ddp": 2}
 
 NOT_HERE = ("keras",)
 """Old scripts of packages that are not installed here."""
+
+
+KEPT: list[dict[str, Any]] = []
+"""What scripts leave, while their process lives: a DDP model that is freed after its process group
+was destroyed can wait for ever for a thread that wants Python's lock."""
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +96,8 @@ def run(script: str, folder: str, strategy: str) -> list[float]:
         mock.patch.dict(os.environ, environment, clear=True),
         mock.patch.object(sys, "path", [str(source.parent), *sys.path]),
     ):
-        exec(compile(source.read_text(), script, "exec"), {"__name__": "__main__"})
+        KEPT.append({"__name__": "__main__"})
+        exec(compile(source.read_text(), script, "exec"), KEPT[-1])
     sys.modules.pop("model", None)
     torch.set_default_dtype(torch.float32)
     return [float(found) for found in re.findall(r"loss ([\d.e+-]+)$", said.getvalue(), re.M)]

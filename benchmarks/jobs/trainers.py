@@ -98,10 +98,18 @@ def fit(race: Race, _: str) -> None:
 
 def loader(race: Race, _: str) -> None:
     """What one writes without a library."""
-    several = race.world_size > 1
-    if several:
-        dist.init_process_group("gloo")
-    data, clock = TensorDataset(race.x, race.y), race.clock
+    if race.world_size == 1:
+        loop(race)
+        return
+    dist.init_process_group("gloo")
+    loop(race)  # which frees its model: after the group is destroyed that can wait for ever
+    dist.destroy_process_group()
+
+
+def loop(race: Race) -> None:
+    """Epochs over a shuffled DataLoader, with the mean loss of each."""
+    several, clock = race.world_size > 1, race.clock
+    data = TensorDataset(race.x, race.y)
     sampler: Any = DistributedSampler(data) if several else None
     batches = DataLoader(data, batch_size=race.size, shuffle=not several, sampler=sampler)
     model: nn.Module = mlp()
@@ -119,8 +127,6 @@ def loader(race: Race, _: str) -> None:
             optimizer.step()
             total += loss.item() * len(x)
         clock.end()
-    if several:
-        dist.destroy_process_group()
 
 
 def lightning(race: Race, folder: str) -> None:
