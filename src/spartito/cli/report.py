@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from spartito.errors import UserError
+from spartito.system import IS_MAC
 
 COMPARISON, REPORT = "compare.html", "report.html"
 READ = ("config.json", "history.jsonl", "evaluations.jsonl")
@@ -70,17 +71,15 @@ def page_of(run: Path, plan: Path | None = None) -> Path:
     return write_report(run, plan)
 
 
-def shown(page: Path, env: Mapping[str, str], system: str = sys.platform) -> bool:
+def shown(page: Path, env: Mapping[str, str], is_mac: bool = IS_MAC) -> bool:
     """Whether a browser with windows shows the page now.
 
     Args:
         page: The file.
         env: Where a display and a browser are named.
-        system: As ``sys.platform``.
+        is_mac: Whether windows need no display there.
     """
-    display = system == "darwin" or any(
-        env.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
-    )
+    display = is_mac or any(env.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))
     # Without a display the module would start a browser of the terminal, and wait for it.
     return display and webbrowser.open(page.resolve().as_uri())
 

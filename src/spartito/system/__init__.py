@@ -16,6 +16,7 @@ from spartito.errors import UserError
 ENV_PORTABLE = "SPARTITO_PORTABLE"
 """Set to 1, Linux is used as any other POSIX system."""
 
+IS_MAC = sys.platform == "darwin"
 IS_LINUX = sys.platform == "linux" and os.environ.get(ENV_PORTABLE, "") != "1"
 
 if TYPE_CHECKING or IS_LINUX:
