@@ -122,7 +122,7 @@ def test_wrong_machines_are_refused(
         (["--on=no.yaml"], "--on no.yaml cannot be read"),
         (["--on=no.yaml", "--machines=2"], "exclude each other"),
         (["--save-profile=x"], "exclude each other"),
-        (["--check=nowhere"], "holds no comparison"),
+        (["--check=nowhere"], "no comparison"),
         (["--data=here"], "--data is for recipes"),
         (["gpt"], "--profile is of train.py, and not of gpt"),
     ],
