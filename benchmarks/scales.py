@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,7 +182,7 @@ def draw(path: Path, model: str, profile: Profile) -> None:
             axes.invert_yaxis()
             axes.set_xlim(0, max(1.12, *values))
             axes.set_facecolor(PAPER)
-            title = setting.title.replace("; ", ";\n")
+            title = textwrap.fill(setting.title, 36)
             axes.set_title(title, color=TEXT, loc="left", fontweight="bold", fontsize=10)
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
             axes.grid(axis="x", color=LINE, linewidth=0.8)
