@@ -71,7 +71,7 @@ class GroupWork(WorkSource):
             if self._source is not None:
                 return self._source.take(stream, epoch, report, wait)
             return Complete(epoch)
-        if report is not None and report.metrics:
+        if report is not None:  # also without any here: another member may have some
             metrics, self._metrics = self.metrics(report.metrics), None
             report = msgspec.structs.replace(report, metrics=msgspec.msgpack.encode(metrics))
 

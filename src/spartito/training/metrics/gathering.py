@@ -51,15 +51,16 @@ class MetricSet:
         return [metric.state_dict() for metric in self._metrics]
 
     def state(self) -> bytes:
-        """The same for other tasks."""
-        return encode(self.states())
+        """The same for other tasks; empty where there is nothing to tell."""
+        return encode(self.states()) if self._given or self.logged.has_any else b""
 
     def take(self) -> bytes:
         """The same, which is not handed in again."""
         data = self.state()
-        self._taken.append(data)
-        for metric in self._metrics:
-            metric.reset()
+        if data:
+            self._taken.append(data)
+            for metric in self._metrics:
+                metric.reset()
         return data
 
     def merged(self, parts: Iterable[bytes], before: Mapping[str, State]) -> list[Metric]:
