@@ -174,7 +174,7 @@ def test_a_small_gpt_writes_on(commands: Commands, capsys: pytest.CaptureFixture
     assert written.pop("text").startswith("abc")
     assert written == {"prompt": "abc", "length": 70, "temperature": 9.0, "seed": 1}
     ended = commands.spartito("predict", "letters", "--temperature", "-1")
-    assert (ended.code, "--temperature -1.0 is not 0 or more" in ended.err) == (2, True)
+    assert (ended.code, "--temperature -1 is not a number, 0 or more" in ended.err) == (2, True)
 
     def texts(**writing: Any) -> str:
         assert predict(commands.directory / "letters", [], {"length": 70, **writing}) == 0
