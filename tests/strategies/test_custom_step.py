@@ -59,6 +59,15 @@ def test_a_rate_is_found_and_nothing_is_changed(replicas: Replicas, case: Case) 
     assert 1e-3 < found["suggestion"] < 10
 
 
+def test_an_error_of_the_function_is_its_own() -> None:
+    def wrong(model: nn.Module, batch: Any) -> Any:
+        return model(batch[0]) + "three"
+
+    trainer = sp.Trainer(mlp(), optimizer=step_jobs.tuned, train_step=wrong)
+    with pytest.raises(TypeError, match=r"must be Tensor|unsupported operand"):
+        trainer.fit(blobs(8), verbose=0)
+
+
 def test_a_model_is_called_as_it_is_outside_of_fit() -> None:
     net: Any = mlp()
     trainer = sp.Trainer(net, optimizer=step_jobs.tuned, train_step=step_jobs.penalized)

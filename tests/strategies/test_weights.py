@@ -78,6 +78,16 @@ def test_a_name_that_cannot_be(path: str, message: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_link_to_a_file_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "w.pt"
+    link.symlink_to(tmp_path / "there" / "w.pt")
+    trainer = sp.Trainer(nn.Linear(2, 2), loss=nn.MSELoss())
+    trainer.save_weights(link)
+    assert link.is_symlink()
+    assert set(torch.load(tmp_path / "there" / "w.pt")) == {"weight", "bias"}
+
+
 def test_weights_of_another_model(tmp_path: Path) -> None:
     torch.save(nn.Linear(2, 3).state_dict(), tmp_path / "w.pt")
     trainer = sp.Trainer(nn.Linear(2, 2), loss=nn.MSELoss())

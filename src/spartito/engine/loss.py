@@ -23,7 +23,7 @@ from spartito.engine.host_reads import kept_on_host
 from spartito.engine.logged import listening
 from spartito.engine.loss_graph import BeginAtLosses
 from spartito.engine.loss_means import divisor
-from spartito.engine.optimizers import takes_batches
+from spartito.engine.optimizers import takes_batches, unwrap
 from spartito.errors import UserError
 
 LossFunction = Callable[[Any, Any], Any]
@@ -81,7 +81,7 @@ def forward(model: nn.Module, data: Any, has_loss: bool = True) -> Any:
             return model(data) if is_whole else model(*data)
         return model(data)
     except TypeError as error:
-        if (refusal := _not_called_so(model, data, has_loss)) is None:
+        if (refusal := _not_called_so(model, data, has_loss, error)) is None:
             raise
         raise refusal from error
     except RuntimeError as error:
@@ -94,10 +94,17 @@ def forward(model: nn.Module, data: Any, has_loss: bool = True) -> Any:
         ) from error
 
 
-def _not_called_so(model: nn.Module, data: Any, has_loss: bool) -> UserError | None:
-    """The error for data that the model's ``forward`` does not take; None where it takes it."""
-    inner: Any = getattr(model, "module", model)
-    form = signature(getattr(inner, "_orig_mod", inner).forward)
+def _not_called_so(
+    model: nn.Module, data: Any, has_loss: bool, error: TypeError
+) -> UserError | None:
+    """The error for data that the model's ``forward`` does not take; None where it takes it.
+
+    A function of the user's that gets the batch calls the model in its own way.
+    """
+    if takes_batches(model):
+        return None
+    inner = unwrap(model)
+    form = signature(inner.forward)
     named: dict[str, Any] = {}
     given: tuple[Any, ...] = (data,)
     if isinstance(data, dict):
@@ -123,7 +130,8 @@ def _not_called_so(model: nn.Module, data: Any, has_loss: bool) -> UserError | N
         return UserError(what, does)
     if any(isinstance(part, str) for part in _strings(data)):
         return UserError(
-            f"{type(inner).__name__} does not take texts", "Tokenize them first: .map(tokenizer)."
+            f"{type(inner).__name__} does not take texts: {error}",
+            "Tokenize them first: .map(tokenizer).",
         )
     return None
 
@@ -217,10 +225,9 @@ def _of_weighted(loss: LossFunction, output: Any, batch: Batch) -> Any:
             "Return one loss per example, or leave the weights out: .map(lambda x, y, w: (x, y)).",
         )
     each = each.flatten(1) if each.dim() > 1 else each[:, None]
-    divisor = _divisor_of_classes(loss, output, batch.target) if is_mean else None
-    if divisor is None:
-        return each.mean(1) * weights
-    return (each.sum(1) * weights).sum(), divisor
+    if is_mean and isinstance(loss, _CLASSES) and not batch.target.is_floating_point():
+        return (each.sum(1) * weights).sum(), _class_weight(loss, batch.target)
+    return each.mean(1) * weights
 
 
 def _example_weights(batch: Batch) -> Tensor:
@@ -241,13 +248,6 @@ def _unreduced(loss: Any) -> Any:
     made = copy(loss)
     made.reduction = "none"
     return made
-
-
-def _divisor_of_classes(loss: Any, output: Any, target: Any) -> Any:
-    """What the sum of a classifier's losses is divided by; None: the mean of each example's."""
-    if not isinstance(loss, _CLASSES) or target.is_floating_point():
-        return None
-    return _class_weight(loss, target)
 
 
 def look(loss: LossFunction, output: Any, batch: Batch) -> WeightedLoss:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito import heartbeat
-from spartito.accelerators import wide
+from spartito.accelerators import kind_of, wide
 from spartito.checkpoint.saved_state import Saved
 from spartito.checkpoint.saving import CopyMemory, Tasks, Unwritten, gather_together, save_together
 from spartito.checkpoint.write_plan import Local
@@ -549,7 +549,8 @@ class Step:
     def reduce(self, op: str, value: Tensor | float) -> Tensor:
         """As `Strategy.reduce`."""
         if not isinstance(value, Tensor):
-            value = torch.tensor(value, dtype=torch.float64)
+            device = self.team.device
+            value = torch.tensor(value, dtype=kind_of(device).exact, device=device)
         value, group = value.detach(), self.groups.data
         with self.coordination.during("reduce"):
             if op == "sum":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -152,18 +153,22 @@ class ByClass:
                 "Give batches (x, y) whose y has the number of one class per example.",
             )
         x, labels = parts[0], parts[1]
-        size = 1 + max(self.weights)
-        table = torch.full((size,), math.nan, dtype=torch.float64)
-        for label, weight in self.weights.items():
-            table[label] = weight
-        known = labels.long().clamp(0, size - 1)
-        found = torch.where(labels.long() == known, table[known], math.nan)
+        known = labels.long().clamp(0, len(self._table) - 1)
+        found = torch.where(labels.long() == known, self._table[known], math.nan)
         if unknown := labels[found.isnan()].tolist():
             raise UserError(
                 f"class_weight has nothing for class {unknown[0]}: it has {[*self.weights]}",
                 "Give a number for each class.",
             )
         return x, labels, found * parts[2] if len(parts) == 3 else found
+
+    @cached_property
+    def _table(self) -> Tensor:
+        """The weight of each class, NaN for one that has none."""
+        table = torch.full((1 + max(self.weights),), math.nan, dtype=torch.float64)
+        for label, weight in self.weights.items():
+            table[label] = weight
+        return table
 
 
 def _is_labels(y: Any) -> bool:

@@ -67,7 +67,7 @@ def save_weights(trainer: Trainer, path: str | Path) -> Path:
     def end() -> str:
         if trainer.is_chief:
             tensors = Reader(folder, MODEL)
-            write_model(target, tensors, tensors.read)
+            write_model(target.resolve(), tensors, tensors.read)  # a link stays one
         return ""
 
     try:
