@@ -1,1 +1,1 @@
-"""One command per row of ``docs/explanation/benchmarks.md``; see ``README.md`` beside this file."""
+"""One command per row of ``docs/benchmarks.md``; see ``README.md`` beside this file."""

@@ -164,9 +164,7 @@ def _options() -> argparse.ArgumentParser:
         "--keras", metavar="PYTHON", type=interpreter, help="an interpreter that has Keras"
     )
     made.add_argument("--data", metavar="PHOTOS", help="photos, one folder per class")
-    made.add_argument(
-        "--out", type=Path, default=ROOT / "docs" / "explanation", help="where results are written"
-    )
+    made.add_argument("--out", type=Path, default=ROOT / "docs", help="where results are written")
     made.add_argument("--json", action="store_true", help="print one last line of JSON")
     return made
 

@@ -61,7 +61,7 @@ def test_every_command_is_planned_and_there() -> None:
 
 def test_every_command_of_the_docs_is_there() -> None:
     known = {planned.module for planned in PLAN + FURTHER} | set(OF_THEIR_OWN)
-    for page in ("docs/explanation/benchmarks.md", "benchmarks/README.md"):
+    for page in ("docs/benchmarks.md", "benchmarks/README.md"):
         named = set(re.findall(r"python -m benchmarks\.(\w+)", (ROOT / page).read_text()))
         assert named <= known, page
     assert named == known  # a command that is not on its page is found by nobody
@@ -110,7 +110,7 @@ def test_the_table_says_what_was_missed() -> None:
 
 
 def test_what_is_written_by_hand_stays() -> None:
-    text = (ROOT / "docs" / "explanation" / "benchmarks.md").read_text()
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
     once = put_between(text, "a table")
     assert put_between(put_between(once, "another"), "a table") == once
     assert once.startswith(text[: text.index("<!--")])
@@ -120,8 +120,8 @@ def test_what_is_written_by_hand_stays() -> None:
 
 
 def test_the_table_of_the_docs_is_of_their_results() -> None:
-    text = (ROOT / "docs" / "explanation" / "benchmarks.md").read_text()
-    results = list(read(ROOT / "docs" / "explanation" / "benchmarks.json").values())
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    results = list(read(ROOT / "docs" / "benchmarks.json").values())
     if results:
         assert put_between(text, markdown(results)) == text
 

@@ -217,7 +217,7 @@ def test_another_processor_is_told_once_and_what_it_costs(monkeypatch: pytest.Mo
     assert said == [
         "memory is shared on x86-64 and ARM only, and this is riscv64: tasks exchange by sockets, "
         "which takes about ten times as long "
-        "(docs/explanation/benchmarks.md, all-reduce on one machine)"
+        "(docs/benchmarks.md, all-reduce on one machine)"
     ]
 
 

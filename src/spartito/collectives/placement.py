@@ -77,6 +77,6 @@ def note_sockets(cluster: ClusterSpec) -> None:
     if cluster.is_chief and cluster.local_size > 1 and not shares_memory():
         note(
             "%s: tasks exchange by sockets, which takes about ten times as long "
-            "(docs/explanation/benchmarks.md, all-reduce on one machine)",
+            "(docs/benchmarks.md, all-reduce on one machine)",
             why_not_shared(),
         )
