@@ -102,7 +102,9 @@ class World:
     def check(self, worker: Worker, lease: Lease) -> None:
         assert 0 <= lease.start < lease.stop
         assert 0 <= lease.epoch < self.plan.epochs
-        if self.plan.gated or self.plan.together:
+        if not lease.counts:  # lost work comes first, of whatever epoch it is
+            assert all(self.finished[work_item] for work_item in self.work_items(lease)[0])
+        elif self.plan.gated or self.plan.together:
             assert lease.epoch <= self.closed
         else:
             assert lease.epoch <= worker.epoch + 1
