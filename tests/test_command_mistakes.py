@@ -44,6 +44,8 @@ run --strategy-options '{' own.py                | is not JSON; {"timeout": 60}
 run --strategy-options '[1]' own.py              | is not a JSON object; {"timeout": 60}
 run --mesh data own.py                           | 'data' is no axis; data=2,model=2
 run --mesh data=0 own.py                         | 'data=0' is no axis; data=2,model=2
+run --mesh data=2,modle=2 own.py                 | the axis 'modle' of mesh; mean 'model'?
+run --mesh pipline=2 own.py                      | the axis 'pipline' of mesh; mean 'pipeline'?
 run --stages 2 --strategy mirrored own.py        | has no stages; --strategy pipeline
 run --ps 1 --strategy mirrored own.py            | it has no parameter servers; Leave them out
 run --chief own.py                               | --chief without --ps; --ps 1

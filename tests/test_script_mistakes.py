@@ -97,6 +97,7 @@ sp.strategy("mesh(modle=2)")                         | no option 'modle'; Did yo
 sp.strategy("mesh(model=2")                          | not the end; not complete
 sp.strategy("local_sgd(every=0)")                    | every=0; 1 or more
 sp.MeshStrategy(modle=2)                             | 'modle'; Did you mean 'model'?
+trainer(strategy=sp.MeshStrategy(mesh={"modle": 1})) | the axis 'modle'; Did you mean 'model'?
 sp.MirroredStrategy(2)                               | positional; Known:
 sp.callbacks.ModelCheckpoint("c_{epoch}")            | names files; ModelCheckpoint("checkpoints")
 sp.callbacks.ModelCheckpoint("c", keep=0)            | keep is 0; keep=None

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from spartito.errors import UserError
+from spartito.launch import axes
 from spartito.launch.job import JobSpec, Program
+from spartito.mesh import layout
 from spartito.names import ENV_STRATEGY
 
 PROGRAM = Program("mnist", kind="recipe")
@@ -60,6 +62,15 @@ def test_stages_say_how_many_tasks_there_are() -> None:
 def test_stages_are_those_of_a_pipeline(options: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError, match=text):
         JobSpec(program=PROGRAM, **options)
+
+
+def test_an_axis_that_nothing_is_about_is_refused_before_the_start() -> None:
+    assert axes.AXES == layout.AXES
+    with pytest.raises(UserError, match=r"axis 'modle' of mesh=.*\n.*mean 'model'"):
+        JobSpec(program=PROGRAM, mesh="data=2,modle=2")
+    options = {"layout": {"hidden": "modle", "batch": "data"}}
+    told = JobSpec(program=PROGRAM, mesh="data=2,modle=2", strategy_options=json.dumps(options))
+    assert told.workers_on(1) == 4
 
 
 @pytest.mark.parametrize("text", ["", "model", "model=0", "model=2,model=2", "=2", "model=two"])

@@ -39,7 +39,7 @@ def test_the_first_rule_whose_axis_is_free_wins(
     rules: list[tuple[str, str]], sizes: tuple[int, ...], dims: list[tuple[Any, int, int]]
 ) -> None:
     used = {axis for _, axis in rules}
-    axes = {axis: n if axis in used else 1 for axis, n in zip("xyz", sizes, strict=True)}
+    axes = {axis: n for axis, n in zip("xyz", sizes, strict=True) if axis in used}
     layout = Layout(tuple(rules), axes)
     named = [Dim(name, units=units) for name, units, _ in dims]
     found = layout.lay(named, [size for *_, size in dims])
@@ -132,6 +132,10 @@ def test_a_cut_that_costs_more_than_it_saves_is_named() -> None:
     assert found.nbytes < found.whole_nbytes
 
 
+def test_an_axis_of_ours_may_be_unused_where_it_divides_nothing() -> None:
+    assert Layout((("hidden", "model"),), {"data": 1, "model": 2}).batch_axis is None
+
+
 ATTENTION = nn.MultiheadAttention(6, 3)
 
 
@@ -140,6 +144,10 @@ ATTENTION = nn.MultiheadAttention(6, 3)
     [
         (lambda: Layout((("hidden", "modell"),), {"model": 2}), "'hidden' on the axis 'modell'"),
         (lambda: Layout((), {"model": 2}), "no rule is about the axis 'model'"),
+        (lambda: Layout(DEFAULT[:1], {"data": 2, "modle": 2}), "Did you mean 'model'. Else name"),
+        (lambda: Layout(DEFAULT, {"data": 2, "model": 2, "modle": 1}), "'modle' of size 1"),
+        (lambda: Layout((("hidden", "rows"),), {"rows": 2, "row": 1}), "Did you mean 'rows'"),
+        (lambda: Layout(DEFAULT[:1], {"data": 2, "xyz": 2}), "axis 'xyz'.*\n  Name a dim for it"),
         (lambda: Layout((*DEFAULT, ("vocab", "data")), {"data": 2, "model": 2}), "'sharded'"),
         (lambda: read_rules(["hidden"]), "'hidden' is no rule"),
         (lambda: read_rules({"hidden": 3}), "is no rule"),

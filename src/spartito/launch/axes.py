@@ -8,6 +8,10 @@ from typing import Any
 
 from spartito.declared import Declared
 from spartito.errors import UserError
+from spartito.names import nearest
+
+AXES = frozenset({"data", "model", "pipeline"})
+"""The axes that the default layout knows: `spartito.mesh.layout.AXES`, without torch."""
 
 
 def parse_axes(text: str) -> dict[str, int]:
@@ -47,6 +51,25 @@ def mesh_size(options: Mapping[str, Any]) -> int | None:
     if not isinstance(axes, dict) or not all(isinstance(size, int) for size in axes.values()):
         return None
     return math.prod(axes.values())
+
+
+def check_axes(strategy: Declared) -> None:
+    """Refuse an axis that nothing is about, before anything starts.
+
+    Args:
+        strategy: A strategy and its options.
+
+    Raises:
+        UserError: There is one, and no layout of the user's.
+    """
+    options = strategy.options
+    if mesh_size(options) is None or "layout" in options:
+        return
+    if unknown := [axis for axis in options["mesh"] if axis not in AXES]:
+        raise UserError(
+            f"no rule is about the axis {unknown[0]!r} of mesh={options['mesh']}",
+            f"{nearest(unknown[0], AXES)} Others want a layout that names them.",
+        )
 
 
 def pipeline_size(strategy: Declared) -> int | None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from spartito.cluster.endpoints import parse_range
 from spartito.declared import Declared, declared_by, json_options, parse
 from spartito.errors import UserError
-from spartito.launch.axes import mesh_size, parse_axes, pipeline_size
+from spartito.launch.axes import check_axes, mesh_size, parse_axes, pipeline_size
 from spartito.launch.processes.roles import Roles
 from spartito.launch.target import check_program
 from spartito.names import (
@@ -275,6 +275,7 @@ class JobSpec:
             asked = _take_in(asked, options, *short)
         if asked is not None:
             asked = asked.with_options(options, "--strategy-options") if options else asked
+            check_axes(asked)
         object.__setattr__(self, "strategy", None if asked is None else str(asked))
         left = json.dumps(options) if options and asked is None else None
         object.__setattr__(self, "strategy_options", left)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from spartito.errors import UserError
+from spartito.mesh.axes import PIPELINE
 from spartito.names import nearest
 
 BATCH = "batch"
@@ -28,6 +30,9 @@ DEFAULT = (
     (ROWS, "model"),
 )
 """The rules of `MeshStrategy` where no others are given."""
+
+AXES = frozenset({PIPELINE, *(axis for _, axis in DEFAULT)})
+"""The axes that need no rule of the user's: one of size 1 may be left unused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +128,8 @@ class Layout:
         axes: The sizes of the mesh's axes.
 
     Raises:
-        UserError: For an axis that the mesh lacks, an axis that no rule uses, or a dim beside the
-            batch on the batch's axis.
+        UserError: For an axis that the mesh lacks, an axis that no rule uses (one of `AXES` may
+            have size 1), or a dim beside the batch on the batch's axis.
     """
 
     rules: tuple[tuple[str, str], ...]
@@ -145,11 +150,13 @@ class Layout:
                 )
         used = {axis for _, axis in self.rules}
         for axis, size in self.axes.items():
-            if axis not in used and size > 1:
+            if axis not in used and (size > 1 or axis not in AXES):
+                close = get_close_matches(axis, AXES | used, n=1)
                 raise UserError(
-                    f"layout: no rule is about the axis {axis!r} of {size} tasks, which would all "
-                    "do the same",
-                    f"Name a dim for it, as ('hidden', {axis!r}), or leave it out of the mesh.",
+                    f"layout: no rule is about the axis {axis!r} of size {size}, whose tasks would "
+                    "all do the same",
+                    (f"Did you mean {close[0]!r}? Else name" if close else "Name")
+                    + f" a dim for it, as ('hidden', {axis!r}), or leave it out of the mesh.",
                 )
 
     @property
