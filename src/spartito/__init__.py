@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from spartito.training.history import History
     from spartito.training.summary import summary
     from spartito.training.trainer import Trainer
+    from spartito.training.weights import load_model
 
     launch: _Launch
 
@@ -75,6 +76,7 @@ __getattr__ = _attach(
         "TPUStrategy": "spartito.strategies",
         "Task": "spartito.cluster.spec",
         "Trainer": "spartito.training.trainer",
+        "load_model": "spartito.training.weights",
         "log": "spartito.engine.logged",
         "meta": "spartito.engine.value_recipes",
         "seed_everything": "spartito.engine.seed",
@@ -119,6 +121,7 @@ __all__ = [
     "data",
     "extend",
     "launch",
+    "load_model",
     "log",
     "meta",
     "metrics",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,9 @@ from torch import nn
 
 import spartito as sp
 from spartito.errors import UserError
+from spartito.failpoints import ENV
+from spartito.storage.atomic import folder_beside
+from tests.processes import context
 from tests.replicas import ReplicaError, Replicas
 from tests.strategies import weight_jobs
 from tests.strategies.test_contracts import Case, each_of, servers
@@ -29,7 +35,7 @@ CASES: list[Case] = [
 def test_one_file_has_all_of_the_model(replicas: Replicas, case: Case, tmp_path: Path) -> None:
     name, count, options = case
     found = replicas(weight_jobs.save, count, name, options, tmp_path, servers=servers(case))
-    assert [path.name for path in tmp_path.iterdir()] == ["of-01.safetensors"]
+    assert {path.name for path in tmp_path.iterdir()} == {"of-01.safetensors", "checkpoint"}
     net = weight_jobs.Tied().double()
     plain = load_file(tmp_path / "of-01.safetensors")
     net.load_state_dict(plain, strict=False)  # of tied names the file has one
@@ -37,6 +43,14 @@ def test_one_file_has_all_of_the_model(replicas: Replicas, case: Case, tmp_path:
         assert file == str(tmp_path / "of-01.safetensors")
         for key, value in net.state_dict().items():
             assert torch.equal(value, weights[key]), key
+    x, expected = weight_jobs.blobs(5)[0], weight_jobs.Tied().double()
+    expected.load_state_dict(found[0][1])
+    for path in tmp_path.iterdir():  # and a model again, without trainer or tasks
+        again = sp.load_model(path, lambda: weight_jobs.Tied().double())
+        assert isinstance(again, weight_jobs.Tied)
+        assert not again.training
+        assert again.first.weight is again.second.weight
+        assert torch.equal(again(x), expected(x))
 
 
 @each_of(CASES)
@@ -127,3 +141,145 @@ def test_a_file_of_which_nothing_fits(tmp_path: Path) -> None:
 def test_files_that_differ_in_values_alone(replicas: Replicas, tmp_path: Path) -> None:
     with pytest.raises(ReplicaError, match="read different files"):
         replicas(weight_jobs.load_own, 2, "mirrored", tmp_path)
+
+
+class Narrow(nn.Module):
+    """A class that wants an argument, and has more than tensors in its state."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, 2), nn.BatchNorm1d(2), nn.Dropout())
+        self.note = "none"
+
+    def get_extra_state(self) -> str:
+        return self.note
+
+    def set_extra_state(self, state: str) -> None:
+        self.note = state
+
+
+def narrow(note: str) -> Narrow:
+    torch.manual_seed(8)
+    net = Narrow(3).double()
+    net.note = note
+    return net
+
+
+def test_a_model_again(tmp_path: Path) -> None:
+    net = narrow("first")
+    x, y = torch.randn(8, 3).double(), torch.randn(8, 2).double()
+    trainer = sp.Trainer(
+        net.inner, optimizer=torch.optim.Adam(net.parameters(), 0.1), loss=nn.MSELoss()
+    )
+    trainer.fit((x, y), epochs=2, verbose=0)
+    sp.Trainer(net).save(tmp_path / "checkpoint")
+    compiled = {f"_orig_mod.{key}": value for key, value in net.inner.state_dict().items()}
+    torch.save({"state_dict": compiled}, tmp_path / "other.pt")
+    net.eval()
+    given = Narrow(3).double()
+    assert sp.load_model(tmp_path / "checkpoint", given) is given
+    assert given.note == "first"
+    assert torch.equal(given.inner(x), net.inner(x))
+    inner = sp.load_model(tmp_path / "other.pt", lambda: Narrow(3).inner)  # of another dtype
+    assert inner[0].weight.dtype == torch.float32
+    assert torch.equal(inner[0].weight, net.inner[0].weight.float())
+
+
+def test_training_goes_on_from_a_model_again(tmp_path: Path) -> None:
+    def trainer(net: nn.Module) -> sp.Trainer:
+        return sp.Trainer(net, optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=nn.MSELoss())
+
+    x, y = torch.randn(8, 3).double(), torch.randn(8, 2).double()
+    first = trainer(narrow("").inner[:2])
+    first.fit((x, y), verbose=0)
+    file = first.save_weights(tmp_path / "w.pt")
+    losses = [
+        trainer(net).fit((x, y), epochs=2, verbose=0).history["loss"]
+        for net in (first.model, sp.load_model(file, narrow("").inner[:2]))
+    ]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ((), r"no code to build a model.*\n.*, Net\(64\)\)"),
+        (("Narrow",), "no code to build a model"),
+        ((Narrow,), r"missing a required argument: 'width'\n.*Narrow\(\.\.\.\)\)"),
+        ((lambda: 3,), "got int"),
+        ((3,), "got int"),
+        ((Narrow(4),), r"inner.0.weight is \(2, 3\) there and \(2, 4\) here"),
+        ((nn.Linear(2, 2),), "no tensor of this model"),
+        ((nn.ModuleDict({"inner": nn.Sequential(nn.Linear(3, 2))}),), "is not in the model"),
+    ],
+)
+def test_what_is_no_model_for_a_file(model: Any, message: str, tmp_path: Path) -> None:
+    file = sp.Trainer(Narrow(3).inner, strategy="one_device").save_weights(tmp_path / "w.pt")
+    torch.save({f"inner.{key}": value for key, value in torch.load(file).items()}, file)
+    with pytest.raises(UserError, match=message):
+        sp.load_model(file, *model)
+
+
+def test_a_model_without_values_is_refused(tmp_path: Path) -> None:
+    file = sp.Trainer(nn.Linear(2, 2), strategy="one_device").save_weights(tmp_path / "w.pt")
+    with torch.device("meta"):
+        net = nn.Linear(2, 2)
+    with pytest.raises(UserError, match="on the meta device"):
+        sp.load_model(file, net)
+
+
+def test_a_damaged_checkpoint_is_no_model(tmp_path: Path) -> None:
+    trainer = sp.Trainer(nn.Linear(2, 2), strategy="one_device")
+    trainer.save(tmp_path / "saved")
+    file = tmp_path / "saved" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"model.safetensors has changed"):
+        sp.load_model(tmp_path / "saved", nn.Linear(2, 2))
+    with pytest.raises(UserError, match=r"model.safetensors has changed"):
+        trainer.load_weights(tmp_path / "saved")
+
+
+class Harmful:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+def test_nothing_of_a_file_is_run(tmp_path: Path) -> None:
+    torch.save({"weight": Harmful(tmp_path / "ran")}, tmp_path / "w.pt")
+    with pytest.raises(UserError, match="no torch file of plain tensors"):
+        sp.load_model(tmp_path / "w.pt", nn.Linear(2, 2))
+    assert not (tmp_path / "ran").exists()
+
+
+def save_and_die(file: Path, point: str) -> None:
+    os.environ[ENV] = f"{point}:kill"
+    torch.set_num_threads(1)
+    sp.Trainer(nn.Linear(2, 2), strategy="one_device").save_weights(file)
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])
+@pytest.mark.parametrize("point", ["storage.stream.begun", "storage.file.before_rename"])
+def test_what_a_killed_one_left_goes_with_the_next(point: str, name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    own = tmp_path / f".spartito-new-{name}"  # a name that we never give
+    other = tmp_path / f".spartito-new-{'0' * 16}-other.pt"  # another file's
+    for each in (own, other):
+        each.write_text("mine")
+    process = context.Process(target=save_and_die, args=(file, point), daemon=True)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert len([*tmp_path.iterdir()]) > 2
+    trainer = sp.Trainer(nn.Linear(2, 2), strategy="one_device")
+    with folder_beside(file) as living:
+        trainer.save_weights(file)
+        assert {*tmp_path.iterdir()} == {file, own, other, living}
+    assert {*tmp_path.iterdir()} == {file, own, other}
+    assert trainer.load_weights(file) == ([], [])

@@ -44,6 +44,7 @@ def save(name: str, options: dict[str, Any], folder: Path) -> tuple[str, dict[st
     trainer.fit(sp.data.arrays(*blobs(20)).batch(8), verbose=0)
     file = trainer.save_weights(folder / "of-{epoch:02d}.safetensors")
     trainer.save_weights(file)  # in place of what is there
+    trainer.save(folder / "checkpoint")
     found = weights(trainer.strategy, trainer.model)
     trainer.strategy.close()
     return str(file), found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +14,7 @@ from spartito.checkpoint.foreign_files import MODEL, PLAIN, Opened
 from spartito.checkpoint.manager import write_trees
 from spartito.checkpoint.stored_parts import SUFFIX, Slot, Tensors, arrange, write_slots
 from spartito.errors import UserError
-from spartito.storage.atomic import replace_durably, write_directory
-from spartito.storage.leftovers import NEW, beside
+from spartito.storage.atomic import folder_beside, replace_durably, write_directory
 
 Read = Callable[[str], Tensor]
 
@@ -173,20 +171,16 @@ def write_model(out: Path, tensors: Tensors, read: Read) -> str:
 
 def _whole_file(out: Path, write: Callable[[Path], None]) -> None:
     """Have ``out`` appear when all is in it."""
-    new = beside(out, NEW)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write(new)
-        replace_durably(new, out)
+        with folder_beside(out) as folder:
+            write(folder / out.name)
+            replace_durably(folder / out.name, out)
     except (OSError, RuntimeError) as error:  # torch's own writer has RuntimeErrors
         reason = getattr(error, "strerror", None) or error
         raise UserError(
             f"{out} cannot be written: {reason}",
             "Name a folder that this process may write to, with space on its disk.",
         ) from error
-    finally:
-        with suppress(OSError):
-            new.unlink()
 
 
 def _write_file(file: Path, tensors: Tensors, read: Read) -> None:

@@ -104,6 +104,25 @@ def new_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             raise
 
 
+@contextmanager
+def folder_beside(path: Path) -> Iterator[Path]:
+    """Give an empty folder beside ``path`` for what is to have its name; it is gone at the end.
+
+    What killed processes left there for the same ``path`` goes first. Raises `UserError` when the
+    folder cannot be written.
+    """
+    with writable(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sweep(path.parent, path)
+        new = beside(path, NEW)
+        new.mkdir()
+    try:
+        with _held(new):
+            yield new
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
 def write_file_atomically(path: str | os.PathLike[str], content: bytes | str) -> None:
     """Write one file so that a reader sees the old or the new content, never a part of it.
 
@@ -114,7 +133,7 @@ def write_file_atomically(path: str | os.PathLike[str], content: bytes | str) ->
 
 
 def replace_durably(new: Path, path: Path) -> None:
-    """Give the file ``new``, in the same folder, the name ``path``, so that it survives a crash.
+    """Give the file ``new``, on the same disk, the name ``path``, so that it survives a crash.
 
     Its content is on the disk before it has the name, and the name is when this returns.
     """
@@ -198,8 +217,10 @@ def is_whole(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def sweep(directory: str | os.PathLike[str]) -> list[Path]:
+def sweep(directory: str | os.PathLike[str], only: Path | None = None) -> list[Path]:
     """Clear what killed writers left in ``directory``; returns the leftovers that it treated.
+
+    With ``only`` it is what was to be that path.
 
     An older directory that was moved aside and never replaced gets its name back. What a
     living process is writing is left alone, and so is what this process may not remove, and all
@@ -209,7 +230,8 @@ def sweep(directory: str | os.PathLike[str]) -> list[Path]:
         found = sorted(Path(directory).iterdir())
     except OSError:
         return []
-    leftovers = [p for p in found if is_leftover(p) and not p.is_symlink() and not _is_held(p)]
+    names = [p for p in found if is_leftover(p) and only in (None, _new_of(p))]
+    leftovers = [p for p in names if not p.is_symlink() and not _is_held(p)]
     for path in leftovers:
         kind, target = parts_of(path)
         with suppress(OSError):
@@ -223,6 +245,12 @@ def sweep(directory: str | os.PathLike[str]) -> list[Path]:
             else:
                 path.unlink()
     return leftovers
+
+
+def _new_of(leftover: Path) -> Path | None:
+    """The path that a leftover was to be; None for what was moved aside."""
+    kind, target = parts_of(leftover)
+    return target if kind == NEW else None
 
 
 def foreign(path: str | os.PathLike[str]) -> list[str]:

@@ -1,28 +1,32 @@
-"""A model's weights alone: as one file, and from the files of others."""
+"""A model's weights alone: as one file, from the files of others, and as a model again."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import zlib
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
+from contextlib import ExitStack
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from spartito.checkpoint.convert import FORMS, check_form, write_model
 from spartito.checkpoint.foreign_files import MODEL, Opened, opened
 from spartito.checkpoint.in_store import fetch_checkpoint
 from spartito.checkpoint.saved_state import Saved
 from spartito.checkpoint.stored_parts import Reader, Tensors
+from spartito.engine.loss import describe
+from spartito.engine.meta_models import is_unmade
 from spartito.engine.optimizers import unwrap
 from spartito.errors import UserError
 from spartito.names import nearest
+from spartito.steps.state_parts import load_model as load_whole
 from spartito.steps.state_parts import names_of_all
-from spartito.storage.atomic import writable
-from spartito.storage.leftovers import NEW, beside
+from spartito.storage.atomic import folder_beside
 from spartito.storage.tensors import same_tensors
 from spartito.urls import is_remote, local_path
 
@@ -53,29 +57,21 @@ def save_weights(trainer: Trainer, path: str | Path) -> Path:
         raise UserError(f"{target} is a folder", f"Name a file in it: {target / 'model'}{FORMS[0]}")
     attempt = trainer.coordination.attempt
 
-    def begin() -> str:
-        if not trainer.is_chief:
+    with ExitStack() as stack:
+
+        def begin() -> str:
+            return str(stack.enter_context(folder_beside(target))) if trainer.is_chief else ""
+
+        folder = Path(attempt(begin)[0])
+
+        def end() -> str:
+            if trainer.is_chief:
+                tensors = Reader(folder, MODEL)
+                write_model(target.resolve(), tensors, tensors.read)  # a link stays one
             return ""
-        with writable(target.parent):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            new = beside(target, NEW)
-            new.mkdir()
-            return str(new)
 
-    folder = Path(attempt(begin)[0])
-
-    def end() -> str:
-        if trainer.is_chief:
-            tensors = Reader(folder, MODEL)
-            write_model(target.resolve(), tensors, tensors.read)  # a link stays one
-        return ""
-
-    try:
         trainer.strategy.engine.save_model(folder)
         attempt(end)
-    finally:
-        if trainer.is_chief:
-            shutil.rmtree(folder, ignore_errors=True)
     return target
 
 
@@ -85,7 +81,7 @@ def load_weights(trainer: Trainer, path: str | Path, strict: bool) -> Loaded:
     found: list[Opened] = []
 
     def look() -> str:
-        found.append(opened(_fetched(str(path))))
+        found.append(_opened(path))
         return _checksum(found[0].model) if trainer.coordination.cluster.world_size > 1 else ""
 
     if len(set(attempt(look))) > 1:
@@ -105,6 +101,77 @@ def load_weights(trainer: Trainer, path: str | Path, strict: bool) -> Loaded:
         if there & {name, owner}:
             there |= {name, owner}
     return Loaded(sorted(names - there), sorted(tree.keys() - names))
+
+
+def load_model(
+    path: str | Path, model: nn.Module | Callable[[], nn.Module] | None = None
+) -> nn.Module:
+    """A model with the weights that a file or a checkpoint has, ready to predict.
+
+        net = sp.load_model("runs/mnist", Net)  # or Net(width=64), or a function that makes it
+
+    Files have names and numbers, and no code: nothing of them is run, and no class is imported
+    because a file says so. No trainer and no other task is needed. To go on training, make a
+    `Trainer` with the model and call its `load`.
+
+    Args:
+        path: What `Trainer.save`, `Trainer.save_weights` or `ModelCheckpoint` wrote, a run folder
+            (the newest checkpoint is taken), a file of ``torch.save``, or a folder with the
+            safetensors of Transformers or timm.
+        model: A module, which gets the weights; or its class, or a function, that is called
+            without arguments.
+
+    Returns:
+        The module, in eval mode, on the device and with the dtype that it was built with.
+
+    Raises:
+        UserError: The file cannot be read or was damaged, or does not fit the model, by name or by
+            shape.
+    """
+    made = _made(path, model)
+    net, found = unwrap(made), _opened(path)
+    names = set(net.state_dict())
+    tree = _unwrapped(found.trees[MODEL], names)
+    _check_has_any(path, tree, names)
+    load_whole(net, Saved({MODEL: tree}, partial(_section, found)), {}, names)
+    return made.eval()
+
+
+def _made(path: str | Path, model: Any) -> nn.Module:
+    """The module that is given, or made by what is."""
+    call = f"sp.load_model({str(path)!r}"
+    if model is None or isinstance(model, str):
+        raise UserError(
+            f"{call}{'' if model is None else f', {model!r}'}): files have names and numbers, and "
+            "no code to build a model with",
+            f"Import the class and give it: {call}, Net), or {call}, Net(64)).",
+        )
+    made = model
+    if callable(model) and not isinstance(model, nn.Module):
+        try:
+            signature(model).bind()
+        except (TypeError, ValueError) as error:
+            name = getattr(model, "__name__", describe(model))
+            raise UserError(
+                f"{call}, {name}): {error}", f"Give a module that is built: {call}, {name}(...))."
+            ) from None
+        made = model()
+    if not isinstance(made, nn.Module):
+        raise UserError(
+            f"{call}, ...) got {describe(made)}", f"Give a module or its class: {call}, Net)."
+        )
+    if is_unmade(made):
+        raise UserError(
+            f"{call}, ...): the model was built on the meta device", "Build it without sp.meta()."
+        )
+    return made
+
+
+def _opened(path: str | Path) -> Opened:
+    """What is at a path, of whose model each file is what was written."""
+    found = opened(_fetched(str(path)))
+    found.verify(MODEL)
+    return found
 
 
 def _checksum(model: Tensors) -> str:
