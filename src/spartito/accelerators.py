@@ -254,6 +254,27 @@ def _memory_of(module: ModuleType, index: int) -> int:
     return 0
 
 
+def device_memory(device: torch.device) -> tuple[int, int, float] | None:
+    """What this process has in use on a device, the most that it had, and what is left there.
+
+    Args:
+        device: One that this process uses.
+
+    Returns:
+        Bytes; None where its memory is the host's, or torch does not tell.
+    """
+    if not kind_of(device).has_memory:
+        return None
+    try:
+        used = torch.accelerator.memory_allocated(device)
+        peak = torch.accelerator.max_memory_allocated(device)
+        kept = torch.accelerator.memory_reserved(device) - used
+        free, _ = torch.accelerator.get_memory_info(device)
+    except (RuntimeError, NotImplementedError):
+        return None
+    return used, peak, free + kept
+
+
 def is_set(variable: str) -> bool:
     """Whether a variable of the environment says yes.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 import spartito as sp
 from spartito import log
+from spartito.engine.logged import listening
+from spartito.steps.servers import push
 from tests.replicas import warns
 from tests.strategies.jobs import blobs, make_strategy, mlp
 
@@ -59,6 +62,90 @@ def report(name: str, options: dict[str, Any], in_model: bool = True) -> dict[st
     trainer.predict(x[:3])
     strategy.close()
     return {"history": history.history, "figures": dict(figures)}
+
+
+def report_while_others_lag(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The same where each push waits for those of others, and the chief hears of it."""
+    push.SOON = 0.0
+    return report(name, options)
+
+
+def compute_again() -> list[str]:
+    """What is reported when a worker computes a batch again, of which the first push was late."""
+    heard: list[str] = []
+    with make_strategy("parameter_server", max_staleness=0) as strategy:
+        net = Reporting()
+        strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+        for batch in strategy.distribute(sp.data.arrays(*blobs(8)).batch(8)):
+            with listening(lambda name, value, count: heard.append(name)):
+                strategy.step(batch, loss)
+                engine: Any = strategy.engine
+                engine.again(batch)
+            pair = engine.team.pairs.only
+            pair.gradients.clear()
+            pair.passes = 0
+    return heard
+
+
+class Late(sp.Callback):
+    """Reports in the second and the fourth epoch alone."""
+
+    def __init__(self, ends: bool) -> None:
+        self.epoch, self.ends = 0, ends
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        self.epoch = epoch
+        if self.ends and epoch == 2:
+            raise RuntimeError("ends here")
+
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
+        if self.epoch in (1, 3):
+            log("late", batch)
+
+
+def late(name: str, folder: Path, ends: bool) -> Any:
+    """The history of a training with a figure that some epochs do not report."""
+    strategy = make_strategy(name)
+    trainer = sp.Trainer(
+        mlp(), optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=nn.CrossEntropyLoss(),
+        strategy=strategy, run_dir=folder / "run",
+    )  # fmt: skip
+    callbacks = [
+        sp.callbacks.BackupAndRestore(folder / "backups", every=1, share=None),
+        sp.callbacks.CSVLogger(folder / "epochs.csv"),
+        sp.callbacks.TensorBoard(folder / "logs"),
+        Late(ends),
+    ]
+    history = trainer.fit(blobs(50), batch_size=7, epochs=4, callbacks=callbacks, verbose=0)
+    strategy.close()
+    return history.epoch, history.history
+
+
+class Counting(nn.Module):
+    """Reports in its second pass over eight batches alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.calls = mlp(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if 8 < self.calls <= 16:
+            log("late", self.calls)
+        found: Tensor = self.layers(x)
+        return found
+
+
+def late_on_a_server(options: dict[str, Any]) -> Any:
+    """The same of a worker, whose callbacks are not called."""
+    strategy = make_strategy("parameter_server", **options)
+    trainer = sp.Trainer(
+        Counting(), optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=nn.CrossEntropyLoss(),
+        strategy=strategy,
+    )  # fmt: skip
+    history = trainer.fit(blobs(50), batch_size=7, epochs=3, verbose=0)
+    strategy.close()
+    return history.epoch, history.history
 
 
 def in_order(found: Any) -> dict[str, float]:

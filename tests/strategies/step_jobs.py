@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning
@@ -10,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spartito as sp
+from spartito.system import peak_memory, resident_memory
+from spartito.system.capacity import available_memory
 from tests.replicas import warns
-from tests.strategies.jobs import blobs, make_strategy, mlp, weights
+from tests.strategies.jobs import FEATURES, blobs, make_strategy, mlp, weights
 
 EXAMPLES, BATCH = 41, 7
 
@@ -173,6 +177,69 @@ def find_rate(name: str, options: dict[str, Any]) -> dict[str, Any]:
         "moved": max((after[k] - before[k]).abs().max().item() for k in before),
         "again": again.history["loss"], "lr": trainer.optimizer.param_groups[0]["lr"],
     }  # fmt: skip
+
+
+@warns("every=")
+def find_size(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What a search tried, and whether it left everything as it was."""
+    strategy = make_strategy(name, **options)
+    trainer = sp.Trainer(mlp(), optimizer=tuned, loss=nn.CrossEntropyLoss(), strategy=strategy)
+    x, y = blobs(EXAMPLES)
+    trainer.fit((x, y), batch_size=BATCH, verbose=0)
+    before = {key: value.clone() for key, value in strategy.state_dict()["model"].items()}
+    drawn = torch.get_rng_state()
+    trainer.model.eval()
+    found = trainer.find_batch_size(sp.data.arrays(x, y).shuffle().batch(7), low=4, high=16)
+    modes = [module.training for module in trainer.model.modules()]
+    drew = not torch.equal(torch.get_rng_state(), drawn)
+    trainer.model.train()
+    after = {key: value.clone() for key, value in strategy.state_dict()["model"].items()}
+    again = trainer.fit((x, y), epochs=2, batch_size=BATCH, verbose=0)
+    strategy.close()
+    return {
+        "found": found, "drew": drew, "modes": any(modes), "step": trainer.step,
+        "moved": max((after[k] - before[k]).abs().max().item() for k in before),
+        "again": again.history["loss"],
+    }  # fmt: skip
+
+
+def find_on_servers(options: dict[str, Any]) -> None:
+    with make_strategy("parameter_server", **options) as strategy:
+        trainer = sp.Trainer(mlp(), optimizer=tuned, loss=nn.CrossEntropyLoss(), strategy=strategy)
+        trainer.find_batch_size(blobs(EXAMPLES))
+
+
+class Wide(nn.Module):
+    """Keeps 4 MiB of each row for its backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 1 << 17), nn.Linear(1 << 17, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        for _ in range(3):
+            hidden = hidden * self.scale
+        found: Tensor = self.last(hidden)
+        return found
+
+
+def find_size_in(megabytes: int, limit: int | None = None) -> dict[str, Any]:
+    """A search in so much memory; ``limit``: beyond which allocations fail, in MiB."""
+    net = Wide().double()
+    trainer = sp.Trainer(net, optimizer=tuned, loss=nn.CrossEntropyLoss(), strategy="one_device")
+    x, y = blobs(4096)
+    before = [parameter.clone() for parameter in net.parameters()]
+    if limit is not None:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (limit << 20), -1))
+    memory = min(1.0, (megabytes << 20) / available_memory())
+    base = resident_memory()
+    found = trainer.find_batch_size((x, y), steps=1, memory=memory, gain=None)
+    gradients = any(parameter.grad is not None for parameter in net.parameters())
+    moved = any(not torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    return {"found": found, "took": peak_memory() - base, "moved": moved, "left": gradients}
 
 
 def fitted_twice() -> list[float]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+    EventAccumulator,
+)
 from torch import nn
 
 import spartito as sp
@@ -16,8 +22,9 @@ from spartito.data.batch import Batch
 from spartito.errors import UserError
 from spartito.training.eval_prediction import EvalPrediction, Predictions
 from spartito.training.metrics.carried import CarriedMetrics
+from spartito.training.metrics.gathering import MetricSet
 from spartito.training.metrics.logged import Logged
-from tests.replicas import Replicas
+from tests.replicas import ReplicaError, Replicas
 from tests.strategies import log_jobs
 from tests.strategies.jobs import blobs, mlp
 from tests.strategies.test_contracts import Case, each_of, run
@@ -59,6 +66,65 @@ def test_they_are_means_over_all_examples(replicas: Replicas, case: Case) -> Non
     if case[0] != "parameter_server":  # whose workers call no callbacks
         assert len(history["batch"]) == 2
         assert 0 <= history["batch"][0] <= 7
+
+
+LATE = [(sum(range(first, first + 7)) * 7 + first + 7) / 50 for first in (0, 9)]
+"""The mean of the numbers of eight batches, of which the last has one row, from 0 and from 9."""
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored"])
+def test_an_epoch_without_a_figure_has_nan(name: str, replicas: Replicas, tmp_path: Path) -> None:
+    count = 1 + (name == "mirrored")
+    with pytest.raises(ReplicaError, match="ends here"):
+        replicas(log_jobs.late, count, name, tmp_path, True)
+    for epochs, history in replicas(log_jobs.late, count, name, tmp_path, False):
+        assert epochs == [0, 1, 2, 3]
+        assert {len(values) for values in history.values()} == {4}
+        nan = float("nan")
+        assert history["late"] == pytest.approx([nan, LATE[0], nan, LATE[0]], nan_ok=True)
+    with (tmp_path / "epochs.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["late"] != "" for row in rows] == [False, True, False, True]
+    assert float(rows[3]["late"]) == pytest.approx(LATE[0])
+    text = (tmp_path / "run" / "history.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert ["late" in line for line in lines] == [False, True, False, True]
+    assert "late" in (tmp_path / "run" / "report.html").read_text()
+    events = EventAccumulator(str(tmp_path / "logs" / "train"))
+    events.Reload()
+    assert {event.step for event in events.Scalars("epoch_late")} == {2, 4}
+
+
+def test_a_worker_of_a_server_has_nan_too(replicas: Replicas) -> None:
+    options = {"max_staleness": 0}
+    ((epochs, history),) = replicas(log_jobs.late_on_a_server, 1, options, servers=1)
+    assert epochs == [0, 1, 2]
+    assert history["late"] == pytest.approx([math.nan, LATE[1], math.nan], nan_ok=True)
+
+
+def test_a_chief_that_is_told_in_the_middle_of_a_batch_counts_it_once(replicas: Replicas) -> None:
+    found = run(replicas, CASES[-1], log_jobs.report_while_others_lag)
+    for key, value in expected(50).items():
+        if key != "counted":
+            assert found["history"][key] == pytest.approx([value] * 2, abs=EXACT), key
+
+
+def test_what_is_shown_of_a_batch_that_is_computed_waits_for_its_rows() -> None:
+    metrics = MetricSet([])
+    metrics.logged.take("a", 3.0, None)
+    assert metrics.show() == b""
+    metrics.logged.settle(4)
+    metrics.logged.take("a", 9.0, None)
+    (logged,) = metrics.merged([metrics.show()], {})
+    assert logged.compute() == {"a": 3.0}
+    metrics.logged.settle(2)
+    (logged,) = metrics.merged([metrics.take()], {})
+    assert logged.compute() == {"a": 5.0}
+
+
+def test_a_batch_that_is_computed_again_reports_once(replicas: Replicas) -> None:
+    ((*heard,),) = replicas(log_jobs.compute_again, 1, servers=1)
+    assert sorted(heard) == ["counted", "hidden", "label", "mean", "rows"]
 
 
 def test_a_trial_of_what_a_model_draws_reports_nothing(replicas: Replicas) -> None:

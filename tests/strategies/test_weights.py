@@ -19,6 +19,7 @@ from spartito.storage.atomic import folder_beside
 from tests.processes import context
 from tests.replicas import ReplicaError, Replicas
 from tests.strategies import weight_jobs
+from tests.strategies.jobs import blobs
 from tests.strategies.test_contracts import Case, each_of, servers
 
 CASES: list[Case] = [
@@ -43,7 +44,7 @@ def test_one_file_has_all_of_the_model(replicas: Replicas, case: Case, tmp_path:
         assert file == str(tmp_path / "of-01.safetensors")
         for key, value in net.state_dict().items():
             assert torch.equal(value, weights[key]), key
-    x, expected = weight_jobs.blobs(5)[0], weight_jobs.Tied().double()
+    x, expected = blobs(5)[0], weight_jobs.Tied().double()
     expected.load_state_dict(found[0][1])
     for path in tmp_path.iterdir():  # and a model again, without trainer or tasks
         again = sp.load_model(path, lambda: weight_jobs.Tied().double())
@@ -181,8 +182,9 @@ def test_a_model_again(tmp_path: Path) -> None:
     assert given.note == "first"
     assert torch.equal(given.inner(x), net.inner(x))
     inner = sp.load_model(tmp_path / "other.pt", lambda: Narrow(3).inner)  # of another dtype
-    assert inner[0].weight.dtype == torch.float32
-    assert torch.equal(inner[0].weight, net.inner[0].weight.float())
+    for mine, theirs in zip(inner.parameters(), net.inner.parameters(), strict=True):
+        assert mine.dtype == torch.float32
+        assert torch.equal(mine, theirs.float())
 
 
 def test_training_goes_on_from_a_model_again(tmp_path: Path) -> None:

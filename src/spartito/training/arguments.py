@@ -61,6 +61,8 @@ _MACHINES = "The launcher decides: spartito run --strategy mirrored --workers 2 
 _DATA = "Give the data to fit(data, validation_data=...)."
 HINTS: Mapping[str, Mapping[str, str]] = {
     "Trainer": {
+        "auto_scale_batch_size": "Call trainer.find_batch_size(data).",
+        "auto_find_batch_size": "Call trainer.find_batch_size(data).",
         "auto_lr_find": "Call trainer.find_learning_rate(data).",
         "accelerator": "Write Strategy(device=...), as sp.OneDeviceStrategy(device='cuda').",
         "callbacks": "Write fit(..., callbacks=[...]).",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,8 @@ class History:
     Args:
         epoch: The numbers of the epochs, counted from 0.
         history: Name (``loss``, ``accuracy``, ``val_loss``, ...) to the values in these epochs;
-            a value is a float, or nested lists (a confusion matrix).
+            a value is a float, or nested lists (a confusion matrix). All lists are as long as
+            ``epoch``: a figure that an epoch did not report is NaN there.
     """
 
     epoch: list[int] = field(default_factory=list)
@@ -27,9 +29,11 @@ class History:
             epoch: Its number.
             logs: Its figures by name.
         """
+        for name in logs:
+            self.history.setdefault(name, [math.nan] * len(self.epoch))
         self.epoch.append(epoch)
-        for name, value in logs.items():
-            self.history.setdefault(name, []).append(value)
+        for name, values in self.history.items():
+            values.append(logs.get(name, math.nan))
 
     def take(self, epoch: list[int], history: Mapping[str, list[Any]]) -> None:
         """Become what another one is.

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spartito.data.batch import Batch
 from spartito.data.dataset import as_dataset
-from spartito.engine.host_reads import read
-from spartito.engine.logged import listening
-from spartito.engine.seed import random_state, set_random_state
 from spartito.errors import UserError
-from spartito.heartbeat import STEP, beat
-from spartito.steps.distributed import Distributed
-from spartito.storage.tensors import copied
+from spartito.training.trial_steps import check_meets, undone, update, without_end
 
 if TYPE_CHECKING:
     from spartito.training.trainer import Trainer
@@ -51,36 +44,20 @@ def find_learning_rate(
             f"find_learning_rate(low={low}, high={high}, steps={steps})",
             "Rates grow from one above 0 to a larger one, in 2 steps or more.",
         )
-    strategy, optimizer = trainer.strategy, trainer.optimizer
-    if strategy.engine.cluster.addresses.get("ps"):
-        raise UserError(
-            f"find_learning_rate under {strategy}, whose workers do not meet in a step",
-            "Find it on one device: python train.py.",
-        )
-    dataset = as_dataset(data, batch_size)
-    before, random = copied(strategy.engine.state_dict()), random_state()
-    groups = optimizer.param_groups
+    check_meets(trainer, "find_learning_rate")
+    groups = trainer.optimizer.param_groups
     kept = [group["lr"] for group in groups]
     rates: list[float] = []
     losses: list[float] = []
     mean = best = math.inf
-    batches = strategy.distribute(dataset, seed=trainer.seed)
-    with closing(_without_end(batches)) as stream, trainer._stepping(True):
-        trainer.modes.begin(trainer.model, False)
+    batches = trainer.strategy.distribute(as_dataset(data, batch_size), seed=trainer.seed)
+    with closing(without_end(batches)) as stream, undone(trainer):
         try:
             while len(rates) < steps:
                 rate = low * (high / low) ** (len(rates) / (steps - 1))
                 for group in groups:
                     group["lr"] = rate
-                total = weight = 0.0
-                for batch in stream:
-                    beat(None, STEP)
-                    with listening(None):
-                        result = strategy.step(batch, trainer.loss)
-                    total, weight = read([result.loss, result.weight])
-                    if result.updates:
-                        break
-                loss = total / weight if weight else math.nan
+                loss = update(trainer, stream).loss
                 mean = loss if mean == math.inf else SMOOTHING * mean + (1 - SMOOTHING) * loss
                 rates.append(rate)
                 losses.append(mean)
@@ -90,15 +67,7 @@ def find_learning_rate(
         finally:
             for group, rate in zip(groups, kept, strict=True):
                 group["lr"] = rate
-            strategy.load(before)
-            set_random_state(random)
     return LearningRates(rates, losses, _steepest(rates, losses))
-
-
-def _without_end(batches: Distributed) -> Generator[Batch]:
-    """The batches of pass after pass."""
-    while True:
-        yield from batches
 
 
 def _steepest(rates: list[float], losses: list[float]) -> float | None:

@@ -26,6 +26,7 @@ from spartito.storage.tensors import check_storable
 from spartito.strategies import Strategy
 from spartito.training.arguments import asked_epochs, asked_strategy, has_epochs, known_names
 from spartito.training.backups.identity import options_of
+from spartito.training.batch_size_finder import BatchSizes, find_batch_size
 from spartito.training.callback import Callback, Where, check_given
 from spartito.training.callbacks.backup_and_restore import BackupAndRestore
 from spartito.training.custom_step import StepFunction, custom_step
@@ -477,6 +478,43 @@ class Trainer:
             UserError: The rates do not grow, or workers do not meet in a step.
         """
         return find_learning_rate(self, data, low, high, steps, batch_size)
+
+    @with_its_pair()
+    def find_batch_size(
+        self,
+        data: Any,
+        *,
+        low: int | None = None,
+        high: int | None = None,
+        steps: int = 3,
+        memory: float = 0.8,
+        gain: float | None = 0.05,
+    ) -> BatchSizes:
+        """Find a global batch size to train with, by short trials in which it doubles.
+
+        It ends where twice the size may need more memory than is free, where two sizes in a row
+        are no quicker than one before, or where there are no more examples. What a size will need
+        is computed from those before, so that nothing is killed to find out. Model, optimizer and
+        generators are afterwards what they were before. A line says what was chosen, and why.
+
+        Args:
+            data: Anything that `fit` takes whose examples are counted; its own batch size does not
+                matter.
+            low: The first size; None: two examples for each replica.
+            high: The largest; None: all examples.
+            steps: How many updates of each size are timed.
+            memory: The part of what is free at the beginning that may be used, of RAM and of the
+                device.
+            gain: How much quicker a size must be to count, 0.05 is 5 %. None: time does not
+                matter, and the suggestion is the largest that fits.
+
+        Returns:
+            The sizes, their examples per second, and the suggestion, equal on all replicas.
+
+        Raises:
+            UserError: There is nothing to try, or workers do not meet in a step.
+        """
+        return find_batch_size(self, data, low, high, steps, memory, gain)
 
     @with_its_pair("save")
     def save(

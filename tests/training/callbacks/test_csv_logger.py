@@ -46,6 +46,52 @@ def test_a_figure_that_is_missing_leaves_its_cell_empty(trainer: Any, tmp_path: 
     assert rows(tmp_path / "log.csv")[-1] == ["3", "0.125", ""]
 
 
+def test_a_figure_that_begins_later_gets_a_column(trainer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    (tmp_path / "link.csv").symlink_to(path)
+    late = [{"loss": 0.125, 'of, "quotes"': 1.5}, {"loss": 0.0, "last": 2.0}]
+    trainer.fit(CSVLogger(tmp_path / "link.csv"), epochs=[*EPOCHS, *late])
+    assert rows(path) == [
+        ["epoch", "loss", "accuracy", 'of, "quotes"', "last"],
+        ["1", "0.5", "0.75", "", ""],
+        ["2", "0.25", "1.0", "", ""],
+        ["3", "0.125", "", "1.5", ""],
+        ["4", "0.0", "", "", "2.0"],
+    ]
+    assert (tmp_path / "link.csv").is_symlink()
+    assert {each.name for each in tmp_path.iterdir()} == {"log.csv", "link.csv"}
+
+
+def test_rows_that_are_done_again_go_whatever_columns_came(trainer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    first = CSVLogger(path)
+    trainer.fit(first, epochs=EPOCHS[:1])
+    state = first.state_dict()
+    goes_on = CSVLogger(path)
+    goes_on.load_state_dict(state)
+    trainer.fit(goes_on, epochs=[{"loss": 1.0, "new": 3.0}])
+    again = CSVLogger(path)
+    again.load_state_dict(state)
+    trainer.fit(again, epochs=[{"loss": 2.0, "newer": 4.0}])
+    assert rows(path) == [
+        ["epoch", "loss", "accuracy", "new", "newer"],
+        ["1", "0.5", "0.75", "", ""],
+        ["1", "2.0", "", "", "4.0"],
+    ]
+    assert again.state_dict() == {"rows": 2}
+
+
+def test_a_header_that_is_appended_to_stays(
+    trainer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("epoch,loss\n")
+    trainer.fit(CSVLogger(path, append=True), epochs=EPOCHS)
+    assert rows(path) == [["epoch", "loss"], ["1", "0.5"], ["2", "0.25"]]
+    told = [record.message for record in caplog.records]
+    assert told == [f"{path} has no column for accuracy"]
+
+
 def test_other_replicas_write_nothing(trainer: Any, tmp_path: Path) -> None:
     trainer.strategy.is_chief = False
     trainer.fit(CSVLogger(tmp_path / "log.csv"), epochs=EPOCHS)

@@ -28,6 +28,7 @@ from spartito.data.placing import Placing
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.buffers import listed, watched
 from spartito.engine.denormals import flushed
+from spartito.engine.logged import listening
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike, has_sparse_gradients, named_state, unwrap
 from spartito.errors import UserError
@@ -554,7 +555,8 @@ class ServedStep(Step):
 
     def again(self, batch: Batch) -> Any:
         """Compute the gradients of a batch once more: the first ones came too late."""
-        return self._compute(self.team.pairs.only, batch, self._loss)
+        with listening(None):  # it has reported its figures
+            return self._compute(self.team.pairs.only, batch, self._loss)
 
     def reduce_in_group(self, pair: Pair, brought: tuple[float, ...]) -> Reduced:
         """As `GroupStep.reduce_in_group`."""

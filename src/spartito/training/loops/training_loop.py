@@ -325,8 +325,8 @@ class TrainingLoop:
         return self._metrics.take()
 
     def show(self) -> bytes:
-        """The same, which is not taken."""
-        return self._metrics.state()
+        """The same, which is not taken, and without the batch that is computed now."""
+        return self._metrics.show()
 
     def _sums(self) -> list[float]:
         """The same over all replicas, with what came before a checkpoint."""

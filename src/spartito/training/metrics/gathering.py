@@ -54,8 +54,13 @@ class MetricSet:
         """The same for other tasks; empty where there is nothing to tell."""
         return encode(self.states()) if self._given or self.logged.has_any else b""
 
+    def show(self) -> bytes:
+        """The same in the middle of a batch, which counts for nothing yet."""
+        own = [*(metric.state_dict() for metric in self._given), self.logged.settled()]
+        return encode(own) if self._given or own[-1] else b""
+
     def take(self) -> bytes:
-        """The same, which is not handed in again."""
+        """What `state` returns, which is not handed in again."""
         data = self.state()
         if data:
             self._taken.append(data)

@@ -91,6 +91,10 @@ class Logged(Metric):
 
     def state_dict(self) -> dict[str, Any]:
         self._settle()
+        return self.settled()
+
+    def settled(self) -> dict[str, Any]:
+        """The state without what the batch that is computed now has reported so far."""
         return {name: torch.stack([_tensor(part) for part in _alike(pair)])
                 for name, pair in self._sums.items()}  # fmt: skip
 
