@@ -50,6 +50,18 @@ fit(x, y)                                            | 2 positional arguments; f
 fit((x, y), epochs=-1)                               | epochs=-1; 0 or more
 fit((x, y), epochs="3")                              | epochs='3') is a str; A whole number
 fit((x, y), epochs=1.5)                              | epochs=1.5) is a float; A whole number
+trainer(val_check_interval=5)                        | steps_per_epoch=500, max_steps=10000
+trainer(check_val_every_n_epoch=5)                   | data.repeat(3)
+trainer(eval_steps=5)                                | steps_per_epoch=500, max_steps=10000
+trainer(eval_strategy="steps")                       | steps_per_epoch=500, max_steps=10000
+trainer(validation_interval="500 steps")             | steps_per_epoch=500, max_steps=10000
+trainer(auto_scale_batch_size=True)                  | trainer.find_batch_size(data)
+sp.Trainer(net, optimizer=[opt, opt])                | has 2 in a list; strategy.prepare(model
+sp.Trainer(net, optimizer={"d": opt, "g": opt})      | has 2 in a dict; strategy.update(optimizer)
+stepping(lambda model, batch: None)                  | train_step returned None; strategy.backward(
+fit((x, y), val_check_interval=5)                    | steps_per_epoch=500, max_steps=10000
+fit((x, y), eval_strategy="steps")                   | steps_per_epoch=500, max_steps=10000
+fit((x, y), validation_interval="500 steps")         | steps_per_epoch=500, max_steps=10000
 fit((x, y), epoch=3)                                 | no argument 'epoch'; mean 'epochs'?
 fit((x, y), batch_size=0)                            | batch size of 0; 1 or more
 fit((x, y), batch_size=32.0)                         | batch size of 32.0; a whole number
@@ -136,6 +148,9 @@ class Script:
         target = self.y if target is None else target
         sp.Trainer(self.net, optimizer=self.opt, loss=loss).fit((self.x, target), verbose=0)
 
+    def stepping(self, step: Any) -> None:
+        sp.Trainer(self.net, optimizer=self.opt, train_step=step).fit((self.x, self.y), verbose=0)
+
     def loop(self, code: str) -> None:
         with sp.OneDeviceStrategy() as strategy:
             model, optimizer = strategy.prepare(self.net, self.opt)
@@ -145,7 +160,9 @@ class Script:
                 exec(code, names)
 
     def run(self, statement: str) -> None:
-        known = {name: getattr(self, name) for name in ("trainer", "fit", "own", "loop")}
+        known = {
+            name: getattr(self, name) for name in ("trainer", "fit", "own", "stepping", "loop")
+        }
         names = {"sp": sp, "nn": nn, "torch": torch, "StepLR": torch.optim.lr_scheduler.StepLR}
         exec(statement, {**names, **vars(self), **known})
 

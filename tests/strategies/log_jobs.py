@@ -67,7 +67,8 @@ def report(name: str, options: dict[str, Any], in_model: bool = True) -> dict[st
 def report_while_others_lag(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """The same where each push waits for those of others, and the chief hears of it."""
     push.SOON = 0.0
-    return report(name, options)
+    found: dict[str, Any] = report(name, options)
+    return found
 
 
 def compute_again() -> list[str]:

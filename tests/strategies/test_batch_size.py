@@ -75,9 +75,9 @@ def test_what_is_computed_is_never_too_little(
         assert growth.next_peak() == fixed + each * 32  # and no more than that
 
 
-def test_tasks_of_one_place_share_its_memory() -> None:
-    def told(place: str, used: int, free: float) -> Trial:
-        return Trial(1.0, [Memory(place, used, used, free)])
+def test_tasks_of_one_pool_share_its_memory() -> None:
+    def told(pool: str, used: int, free: float) -> Trial:
+        return Trial(1.0, [Memory(pool, used, used, free)])
 
     two = [told("a", 10, 100.0), told("a", 20, 90.0)]
     assert lacks(two, [[60], [60]]) == ""  # 50 and 40 of 90

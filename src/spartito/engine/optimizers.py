@@ -67,15 +67,29 @@ def takes_batches(model: nn.Module) -> bool:
     return isinstance(inner, nn.Module) and takes_batches(inner)
 
 
+OWN_LOOP = (
+    "Write several as a loop of your own: strategy.prepare(model, optimizer) for each, and in it "
+    "strategy.backward(losses, batch) and strategy.update(optimizer)."
+)
+"""What to do with several optimizers."""
+
+
+def _no_optimizer(given: Any) -> UserError:
+    parts = given.values() if isinstance(given, Mapping) else given
+    if isinstance(parts, Iterable) and any(isinstance(each, Optimizer) for each in parts):
+        return UserError(f"optimizer= has {len(given)} in a {type(given).__name__}", OWN_LOOP)
+    return UserError(
+        f"optimizer={given!r} is no optimizer",
+        "Give one, as torch.optim.Adam(net.parameters()), or a function of the parameters.",
+    )
+
+
 def make_optimizer(given: OptimizerLike, model: nn.Module) -> Optimizer:
     """The optimizer for ``model``: the one given, or what a function makes of its parameters."""
     if isinstance(given, Optimizer):
         return given
     if not callable(given):
-        raise UserError(
-            f"optimizer={given!r} is no optimizer",
-            "Give one, as torch.optim.Adam(net.parameters()), or a function of the parameters.",
-        )
+        raise _no_optimizer(given)
     made = given(model.parameters())
     if not isinstance(made, Optimizer):
         raise UserError(

@@ -58,6 +58,11 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 """Names of Keras, Lightning, Accelerate and others that mean exactly one of ours."""
 
 _MACHINES = "The launcher decides: spartito run --strategy mirrored --workers 2 train.py."
+_VALIDATED = (
+    "Write fit(..., steps_per_epoch=500, max_steps=10000): an epoch ends after 500 steps, and is "
+    "validated. The data go on where they were."
+)
+_SELDOM = "Each epoch is validated: data.repeat(3) makes three passes of one."
 _DATA = "Give the data to fit(data, validation_data=...)."
 HINTS: Mapping[str, Mapping[str, str]] = {
     "Trainer": {
@@ -66,11 +71,15 @@ HINTS: Mapping[str, Mapping[str, str]] = {
         "auto_lr_find": "Call trainer.find_learning_rate(data).",
         "accelerator": "Write Strategy(device=...), as sp.OneDeviceStrategy(device='cuda').",
         "callbacks": "Write fit(..., callbacks=[...]).",
+        "check_val_every_n_epoch": _SELDOM,
         "default_root_dir": "Write run_dir='runs/1'.",
         "devices": _MACHINES,
         "enable_progress_bar": "Write fit(..., verbose=0) for none.",
         "epochs": "Write fit(..., epochs=3).",
         "eval_dataset": _DATA,
+        "eval_steps": _VALIDATED,
+        "eval_strategy": _VALIDATED,
+        "evaluation_strategy": _VALIDATED,
         "gradient_clip_algorithm": "Gradients are clipped by their global norm: clip_norm=1.0.",
         "limit_train_batches": "Write fit(..., steps_per_epoch=100).",
         "limit_val_batches": "Write fit(..., validation_steps=10).",
@@ -86,13 +95,19 @@ HINTS: Mapping[str, Mapping[str, str]] = {
         "optimizers": "Write optimizer=... and scheduler=...; for several use a loop of your own.",
         "sync_batchnorm": "Write sp.MirroredStrategy(sync_batchnorm=True).",
         "train_dataset": _DATA,
+        "val_check_interval": _VALIDATED,
+        "validation_freq": _SELDOM,
+        "validation_interval": _VALIDATED,
     },
     "fit": {
         "ckpt_path": "Call trainer.load(path) before.",
-        "eval_steps": "Write steps_per_epoch=500: an epoch ends there, and is validated.",
-        "val_check_interval": "Write steps_per_epoch=500: an epoch ends there, and is validated.",
-        "validation_freq": "Each epoch is validated: data.repeat(3) makes three passes of one.",
-        "validation_interval": "Write steps_per_epoch=500: an epoch ends there, and is validated.",
+        "eval_steps": _VALIDATED,
+        "val_check_interval": _VALIDATED,
+        "validation_freq": _SELDOM,
+        "check_val_every_n_epoch": _SELDOM,
+        "eval_strategy": _VALIDATED,
+        "evaluation_strategy": _VALIDATED,
+        "validation_interval": _VALIDATED,
         "datamodule": _DATA,
         "shuffle": "Write sp.data.arrays(x, y).shuffle().",
         "target": "Write fit((x, y)).",

@@ -54,13 +54,13 @@ class Memory(NamedTuple):
     """The memory of a task, somewhere.
 
     Args:
-        place: The same text for tasks that share it.
+        pool: The same text for tasks that share it.
         used: Bytes that the task has in use.
         peak: The most that it had so far.
         free: Bytes that are left for all who share it; infinite where nobody tells.
     """
 
-    place: str
+    pool: str
     used: int
     peak: int
     free: float
@@ -75,7 +75,7 @@ class Trial(NamedTuple):
 
     Args:
         seconds: Of its quickest update, for each batch.
-        memory: In each place where the task has tensors, afterwards.
+        memory: In each pool where the task has tensors, afterwards.
     """
 
     seconds: float
@@ -84,7 +84,7 @@ class Trial(NamedTuple):
 
 @dataclass
 class Growth:
-    """The memory of one task in one place, from size to size.
+    """The memory of one task in one pool, from size to size.
 
     Args:
         base: Bytes in use before the first trial.
@@ -224,21 +224,21 @@ def _read(text: str) -> Trial:
 
 
 def lacks(told: Sequence[Trial], wanted: Sequence[Sequence[int]]) -> str:
-    """What a place has too little of, in words; "" where all that is wanted fits.
+    """What a pool has too little of, in words; "" where all that is wanted fits.
 
     Args:
         told: The last trial, of each task.
-        wanted: What each of them will have in use, in each place.
+        wanted: What each of them will have in use, in each pool.
     """
     more: dict[str, float] = {}
     free: dict[str, float] = {}
     for trial, needs in zip(told, wanted, strict=True):
         for each, need in zip(trial.memory, needs, strict=True):
-            more[each.place] = more.get(each.place, 0.0) + max(0, need - each.used)
-            free[each.place] = min(free.get(each.place, math.inf), each.free)
-    for place, needed in more.items():
-        if needed > free[place]:
-            return f"it may need {in_bytes(needed)} more, of {in_bytes(free[place])}"
+            more[each.pool] = more.get(each.pool, 0.0) + max(0, need - each.used)
+            free[each.pool] = min(free.get(each.pool, math.inf), each.free)
+    for pool, needed in more.items():
+        if needed > free[pool]:
+            return f"it may need {in_bytes(needed)} more, of {in_bytes(free[pool])}"
     return ""
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from spartito.engine.loss import LossFunction
-from spartito.engine.optimizers import Wrapper
+from spartito.engine.optimizers import OWN_LOOP, Wrapper
 from spartito.errors import UserError
 from spartito.strategies import Strategy
 
@@ -41,8 +41,16 @@ class CustomStep(Wrapper):
         if not self._steps:
             return self.module(*parts, **named)
         batch = named or (parts if len(parts) > 1 else parts[0])
-        step = self._train_step if self.training else self._eval_step
-        return step(self.module, batch)
+        name, step = (
+            ("train_step", self._train_step) if self.training else ("eval_step", self._eval_step)
+        )
+        found = step(self.module, batch)
+        if found is None:
+            raise UserError(
+                f"{name} returned None, and no loss",
+                f"Return it: fit makes the backward pass and the update. {OWN_LOOP}",
+            )
+        return found
 
     @contextmanager
     def stepping(self, steps: bool) -> Iterator[None]:

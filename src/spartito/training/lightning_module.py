@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from spartito.cluster.spec import ClusterSpec
 from spartito.engine.logged import log
 from spartito.engine.loss import describe, own_loss
+from spartito.engine.optimizers import OWN_LOOP
 from spartito.errors import UserError
 from spartito.notes import warn
 from spartito.training.custom_step import StepFunction
@@ -146,7 +147,7 @@ def parts_of(model: nn.Module, cluster: ClusterSpec, position: Callable[[], Posi
     if not getattr(model, "automatic_optimization", True):
         raise UserError(
             f"{kind} has automatic_optimization=False",
-            "Write its updates as a loop: strategy.prepare, strategy.backward, strategy.update.",
+            f"Its updates are its own. {OWN_LOOP}",
         )
     if not _overrides(model, base, "training_step"):
         raise UserError(f"{kind} has no training_step", "Define training_step(self, batch).")
@@ -259,7 +260,7 @@ def _configured(made: Any, kind: str) -> tuple[Optimizer | None, Any, str, str |
         raise UserError(
             f"{kind}.configure_optimizers returns {len(optimizers)} optimizers and "
             f"{len(schedulers)} schedulers",
-            "Spartito's fit has one of each: write several as a loop of your own.",
+            f"Spartito's fit has one of each. {OWN_LOOP}",
         )
     optimizer = optimizers[0] if optimizers else None
     if not schedulers:
