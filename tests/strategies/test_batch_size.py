@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import nn
 import spartito as sp
 from spartito.data.batch import Batch
 from spartito.errors import UserError
-from spartito.training.batch_size_finder import Growth, Memory, Trial, lacks, slower
+from spartito.training.batch_size_finder import Growth, Memory, Wish, lacks, slower
+from tests.processes import context
 from tests.replicas import ReplicaError, Replicas
 from tests.strategies import step_jobs
 from tests.strategies.jobs import blobs, mlp
@@ -40,8 +42,14 @@ def test_nothing_is_changed(replicas: Replicas, case: Case) -> None:
     assert all(other["found"] == found for other in others)
 
 
-def test_it_ends_before_memory_does(replicas: Replicas) -> None:
-    (found,) = replicas(step_jobs.find_size_in, 1, 400)
+def find_in(*given: int) -> dict[str, Any]:
+    """A search in a process of its own, whose peak of memory is that of nothing else."""
+    with ProcessPoolExecutor(1, mp_context=context) as processes:
+        return processes.submit(step_jobs.find_size_in, *given).result()
+
+
+def test_it_ends_before_memory_does() -> None:
+    found = find_in(400)
     sizes, reason = found["found"].sizes, found["found"].reason
     assert len(sizes) > 1
     assert sizes[-1] < 400  # of 4 MiB each, and their gradients
@@ -50,8 +58,8 @@ def test_it_ends_before_memory_does(replicas: Replicas) -> None:
     assert not found["moved"]
 
 
-def test_an_allocation_that_fails_ends_it_too(replicas: Replicas) -> None:
-    (found,) = replicas(step_jobs.find_size_in, 1, 1 << 40, 1500)
+def test_an_allocation_that_fails_ends_it_too() -> None:
+    found = find_in(1 << 40, 1500)
     assert found["found"].reason.split(": ")[1].startswith("memory ran out at ")
     assert not found["moved"]
     assert not found["left"]
@@ -67,27 +75,27 @@ def test_what_is_computed_is_never_too_little(
     fixed: int, each: int, older: int, below: int
 ) -> None:
     """Whatever had more in use before, and whatever of the fixed part came with the first step."""
-    growth = Growth(max(0, fixed - below), [max(older, fixed - below)])
+    used = max(0, fixed - below)
+    growth = Growth(Memory("ram", used, max(older, used), math.inf))
     for size in (2, 4, 8, 16):
-        growth.peaks.append(max(growth.peaks[-1], fixed + each * size))
-        assert growth.next_peak() >= fixed + each * 2 * size
+        peak = max(growth.peaks[-1], fixed + each * size)
+        wish = growth.wish(Memory("ram", fixed, peak, math.inf))
+        assert fixed + wish.more >= fixed + each * 2 * size
+        assert wish.grown - wish.more == fixed - used
+        assert not lacks([wish])
     if each and older <= fixed:
-        assert growth.next_peak() == fixed + each * 32  # and no more than that
+        assert wish.more == each * 32  # and no more than that
 
 
 def test_tasks_of_one_pool_share_its_memory() -> None:
-    def told(pool: str, used: int, free: float) -> Trial:
-        return Trial(1.0, [Memory(pool, used, used, free)])
+    def wish(pool: str, more: float, grown: float, free: float = 90.0) -> Wish:
+        return Wish(pool, more, free, grown, 200.0)
 
-    two = [told("a", 10, 100.0), told("a", 20, 90.0)]
-    assert lacks(two, [[60], [60]]) == ""  # 50 and 40 of 90
-    assert lacks(two, [[60], [61]]) == "it may need 91 B more, of 90 B"
-    apart = [told("a", 10, 100.0), told("b", 20, 50.0)]
-    assert lacks(apart, [[110], [70]]) == ""
-    assert lacks(apart, [[110], [71]]) == "it may need 51 B more, of 50 B"
-    assert lacks([told("a", 0, math.inf)], [[1 << 60]]) == ""
-    left = [Memory("a", 0, 0, free).without(20) for free in (100.0, 10.0, math.inf)]
-    assert [each.free for each in left] == [80, 0, math.inf]
+    assert lacks([wish("a", 50, 100, 100.0), wish("a", 40, 100)]) == ""
+    assert lacks([wish("a", 50, 100), wish("a", 41, 100)]) == "it may need 91 B, of 90 B"
+    assert lacks([wish("a", 50, 100), wish("a", 40, 101)]) == "it may need 201 B, of 200 B"
+    assert lacks([wish("a", 90, 200), wish("b", 90, 200)]) == ""
+    assert lacks([wish("a", 90, 200), wish("b", 91, 200)]) == "it may need 91 B, of 90 B"
 
 
 def test_two_in_a_row_that_are_no_quicker_end_it() -> None:

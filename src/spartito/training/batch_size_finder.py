@@ -65,21 +65,23 @@ class Memory(NamedTuple):
     peak: int
     free: float
 
-    def without(self, reserve: float) -> Memory:
-        """The same where so many of the free bytes are not to be used."""
-        return self if math.isinf(self.free) else self._replace(free=max(0, self.free - reserve))
 
-
-class Trial(NamedTuple):
-    """What a size took on one task.
+class Wish(NamedTuple):
+    """What a task wants of a pool for the next size.
 
     Args:
-        seconds: Of its quickest update, for each batch.
-        memory: In each pool where the task has tensors, afterwards.
+        pool: As in `Memory`.
+        more: Bytes beyond those in use now.
+        free: Those that may be used of what is free now.
+        grown: Bytes beyond those in use at the beginning.
+        allowed: Those that may be used of what was free at the beginning.
     """
 
-    seconds: float
-    memory: list[Memory]
+    pool: str
+    more: float
+    free: float
+    grown: float
+    allowed: float
 
 
 @dataclass
@@ -87,12 +89,28 @@ class Growth:
     """The memory of one task in one pool, from size to size.
 
     Args:
-        base: Bytes in use before the first trial.
+        first: Before the first trial.
+        part: How much of what is free may be used.
         peaks: The most that was in use, before the first trial and after each.
     """
 
-    base: int
+    first: Memory
+    part: float = 1.0
     peaks: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.peaks.append(self.first.peak)
+
+    def wish(self, now: Memory) -> Wish:
+        """What the next size wants.
+
+        Args:
+            now: After the last trial.
+        """
+        self.peaks.append(now.peak)
+        need, free, allowed = self.next_peak(), self.part * now.free, self.part * self.first.free
+        more, grown = max(0, need - now.used), max(0, need - self.first.used)
+        return Wish(now.pool, more, free, grown, allowed)
 
     def next_peak(self) -> int:
         """At most what twice the last size will have in use.
@@ -104,7 +122,7 @@ class Growth:
         *_, older, before, last = [0, *self.peaks]
         if len(self.peaks) > 2 and older < before < last:
             return last + 2 * (last - before)
-        return self.base + 2 * (last - self.base)
+        return self.first.used + 2 * (last - self.first.used)
 
 
 def find_batch_size(
@@ -125,9 +143,7 @@ def find_batch_size(
             "1 step or more, memory above 0 and at most 1, and a gain of 0 or more, or None.",
         )
     tell = trainer.coordination.tell_all
-    first = _memory(trainer)
-    growths = [Growth(each.used, [each.peak]) for each in first]
-    reserves = [(1 - memory) * each.free for each in first]
+    growths = [Growth(each, memory) for each in _memory(trainer)]
     sizes: list[int] = []
     rates: list[float] = []
     peaks: list[int] = []
@@ -143,19 +159,15 @@ def find_batch_size(
                     raise
                 end = f"memory ran out at {size:,}"
                 break
-            now = map(Memory.without, _memory(trainer), reserves)
-            trial = Trial(seconds, list(now))
-            told = [_read(text) for text in tell(json.dumps(trial))]
-            for growth, each in zip(growths, trial.memory, strict=True):
-                growth.peaks.append(each.peak)
-            needs = [growth.next_peak() for growth in growths]
-            wanted = [json.loads(text) for text in tell(json.dumps(needs))]
+            now = _memory(trainer)
+            wishes = [growth.wish(each) for growth, each in zip(growths, now, strict=True)]
+            told = [json.loads(text) for text in tell(json.dumps([seconds, now[-1].peak, wishes]))]
             sizes.append(size)
-            rates.append(size / max(each.seconds for each in told))
-            peaks.append(max(each.memory[-1].peak for each in told))
+            rates.append(size / max(each for each, *_ in told))
+            peaks.append(max(peak for _, peak, _ in told))
             if 2 * size > high:
                 end = f"{limit}={high:,} ends the search"
-            elif lack := lacks(told, wanted):
+            elif lack := lacks([Wish(*each) for *_, those in told for each in those]):
                 end = f"{2 * size:,} may not fit: {lack}"
             elif gain is not None and slower(rates, gain):
                 end = f"{sizes[-2]:,} and {size:,} are no quicker"
@@ -218,27 +230,20 @@ def _memory(trainer: Trainer) -> list[Memory]:
     return found
 
 
-def _read(text: str) -> Trial:
-    seconds, memory = json.loads(text)
-    return Trial(seconds, [Memory(*each) for each in memory])
-
-
-def lacks(told: Sequence[Trial], wanted: Sequence[Sequence[int]]) -> str:
+def lacks(wishes: Sequence[Wish]) -> str:
     """What a pool has too little of, in words; "" where all that is wanted fits.
 
     Args:
-        told: The last trial, of each task.
-        wanted: What each of them will have in use, in each pool.
+        wishes: Those of all tasks.
     """
-    more: dict[str, float] = {}
-    free: dict[str, float] = {}
-    for trial, needs in zip(told, wanted, strict=True):
-        for each, need in zip(trial.memory, needs, strict=True):
-            more[each.pool] = more.get(each.pool, 0.0) + max(0, need - each.used)
-            free[each.pool] = min(free.get(each.pool, math.inf), each.free)
-    for pool, needed in more.items():
-        if needed > free[pool]:
-            return f"it may need {in_bytes(needed)} more, of {in_bytes(free[pool])}"
+    for pool in dict.fromkeys(wish.pool for wish in wishes):
+        here = [wish for wish in wishes if wish.pool == pool]
+        for wanted, there in (
+            (sum(wish.more for wish in here), min(wish.free for wish in here)),
+            (sum(wish.grown for wish in here), min(wish.allowed for wish in here)),
+        ):
+            if wanted > there:
+                return f"it may need {in_bytes(wanted)}, of {in_bytes(there)}"
     return ""
 
 
