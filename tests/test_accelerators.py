@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import spartito
-from spartito.accelerators import HostCopy, SideStream, kind_of, own_device
+from spartito.accelerators import HostCopy, SideStream, device_memory, kind_of, own_device
 from spartito.errors import UserError
 from tests import simulated
 from tests.commands import commands_in
@@ -25,7 +25,9 @@ import torch
 from tests import simulated
 
 simulated.register()
-from spartito.accelerators import HostCopy, SideStream, kind_of, own_device, random_states
+from spartito.accelerators import (
+    HostCopy, SideStream, device_memory, kind_of, own_device, random_states
+)
 from spartito.errors import UserError
 
 
@@ -58,6 +60,7 @@ kind = kind_of("sim")
 found["kind"] = [kind.has_memory, kind.has_doubles, kind.fuses]
 torch.manual_seed(5)
 found["states"] = sorted(random_states())
+found["memory"] = device_memory(x.device)
 print(json.dumps(found))
 """
 
@@ -82,6 +85,7 @@ def test_tasks_get_devices_of_their_own(tmp_path: Path) -> None:
     assert found["copy"] == [1.0, 2.0, 3.0, 4.0]
     assert found["counts"] == [0, 1, 16]
     assert found["kind"] == [True, True, True]
+    assert found["memory"] is None  # torch does not tell
 
 
 @pytest.mark.parametrize("name", ["gpu", "cude:0", "cuda:x"])
@@ -145,6 +149,7 @@ def test_the_cpu_needs_no_copies_and_no_streams() -> None:
     x, kind = torch.ones(3), kind_of("cpu")
     assert not kind.has_memory
     assert HostCopy(x).values() is x
+    assert device_memory(x.device) is None
     with SideStream().beside(x.device):
         assert (x + 1).tolist() == [2, 2, 2]
     assert str(own_device("cpu", 3, 4)) == "cpu"
