@@ -143,7 +143,7 @@ ATTENTION = nn.MultiheadAttention(6, 3)
     ("build", "text"),
     [
         (lambda: Layout((("hidden", "modell"),), {"model": 2}), "'hidden' on the axis 'modell'"),
-        (lambda: Layout((), {"model": 2}), "no rule is about the axis 'model'"),
+        (lambda: Layout((), {"model": 2}), "no rule is about the axis 'model'.*\n  Name a dim"),
         (lambda: Layout(DEFAULT[:1], {"data": 2, "modle": 2}), "Did you mean 'model'. Else name"),
         (lambda: Layout(DEFAULT, {"data": 2, "model": 2, "modle": 1}), "'modle' of size 1"),
         (lambda: Layout((("hidden", "rows"),), {"rows": 2, "row": 1}), "Did you mean 'rows'"),

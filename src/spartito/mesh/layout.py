@@ -151,7 +151,7 @@ class Layout:
         used = {axis for _, axis in self.rules}
         for axis, size in self.axes.items():
             if axis not in used and (size > 1 or axis not in AXES):
-                close = get_close_matches(axis, AXES | used, n=1)
+                close = get_close_matches(axis, (AXES | used) - {axis}, n=1)
                 raise UserError(
                     f"layout: no rule is about the axis {axis!r} of size {size}, whose tasks would "
                     "all do the same",
