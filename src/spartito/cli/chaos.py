@@ -9,7 +9,18 @@ from typing import Annotated, Any
 import typer
 
 from spartito.chaos.schedule import KINDS, parse_schedules
-from spartito.cli.options import Arguments, Target, number, real, whole, with_options, words_of
+from spartito.cli.options import (
+    Arguments,
+    RecipeData,
+    Target,
+    number,
+    real,
+    switch,
+    value,
+    whole,
+    with_options,
+    words_of,
+)
 from spartito.errors import UserError
 from spartito.launch.job import Heading, JobSpec, Program
 from spartito.launch.processes.local import Local
@@ -30,78 +41,48 @@ def chaos(
     target: Target,
     arguments: Arguments = None,
     strategy: Annotated[
-        str,
-        typer.Option(
-            help="Under which: all, or some with commas, options in parentheses.",
-            metavar="STRATEGIES",
-        ),
+        str, value("Under which: all, or some with commas, options in parentheses.", "STRATEGIES")
     ] = "mirrored",
     workers: Annotated[int, number("--workers", "Tasks that compute.", 1)] = 2,
     ps: Annotated[int, number("--ps", "Parameter servers, where a strategy has them.", 1)] = 2,
     chief: Annotated[
-        bool,
-        typer.Option(
-            "--chief",
-            help="With servers: a chief that does not compute.",
-            rich_help_panel=Heading.WORKERS,
-        ),
+        bool, switch("--chief", "With servers: a chief that does not compute.", Heading.WORKERS)
     ] = False,
     evaluator: Annotated[
-        bool,
-        typer.Option(
-            "--evaluator",
-            help="A task that evaluates each checkpoint.",
-            rich_help_panel=Heading.WORKERS,
-        ),
+        bool, switch("--evaluator", "A task that evaluates each checkpoint.", Heading.WORKERS)
     ] = False,
-    faults: Annotated[
-        str, typer.Option(help=f"All, or some of {', '.join(KINDS)}.", metavar="NAMES")
-    ] = "all",
+    faults: Annotated[str, value(f"All, or some of {', '.join(KINDS)}.", "NAMES")] = "all",
     roles: Annotated[
         str,
-        typer.Option(
-            help="Whom they happen to: all, or some of worker, chief, ps, evaluator, launcher.",
-            metavar="NAMES",
+        value(
+            "Whom they happen to: all, or some of worker, chief, ps, evaluator, launcher.", "NAMES"
         ),
     ] = "all",
     schedule: Annotated[
         str | None,
-        typer.Option(
-            help="The faults themselves, as kill@worker:1#40,stop@ps:0#60+kill@worker:0#90, or "
+        value(
+            "The faults themselves, as kill@worker:1#40,stop@ps:0#60+kill@worker:0#90, or "
             "a file with one run a line.",
-            metavar="TEXT",
-            rich_help_panel=Heading.FAULTS,
+            "TEXT",
+            Heading.FAULTS,
         ),
     ] = None,
-    seed: Annotated[
-        int,
-        number(
-            "--seed",
-            "What is drawn by chance.",
-            heading=Heading.FAULTS,
-        ),
-    ] = 0,
+    seed: Annotated[int, number("--seed", "What is drawn by chance.", heading=Heading.FAULTS)] = 0,
     rounds: Annotated[
         int | None,
         number("--rounds", "Faults drawn for each strategy; each one of them by default.", 1),
     ] = None,
     steps: Annotated[
         str | None,
-        typer.Option(
-            help="The global steps after which they happen, as 150-200; those in the middle by "
-            "default.",
-            metavar="A-B",
-            rich_help_panel=Heading.FAULTS,
+        value(
+            "The global steps after which they happen, as 150-200; those in the middle by default.",
+            "A-B",
+            Heading.FAULTS,
         ),
     ] = None,
     limit: Annotated[
         int,
-        number(
-            "--limit",
-            "Seconds until a task that stands still is named.",
-            1,
-            heading=Heading.FAULTS,
-        ),
+        number("--limit", "Seconds until a task that stands still is named.", 1, Heading.FAULTS),
     ] = 10,
     slack: Annotated[
         int,
@@ -109,48 +90,31 @@ def chaos(
             "--slack",
             "Seconds more than promised that a machine with other work may take.",
             0,
-            heading=Heading.FAULTS,
+            Heading.FAULTS,
         ),
     ] = 0,
     longest: Annotated[
         int,
         number(
-            "--longest",
-            "Seconds after which a run counts as one that hangs.",
-            10,
-            heading=Heading.FAULTS,
+            "--longest", "Seconds after which a run counts as one that hangs.", 10, Heading.FAULTS
         ),
     ] = 120,
     minutes: Annotated[
         float | None,
-        typer.Option(
-            help="Begin no further fault after so long; the next call does the rest.",
+        value(
+            "Begin no further fault after so long; the next call does the rest.",
+            "MINUTES",
+            Heading.FAULTS,
             parser=real("--minutes", above=True),
-            metavar="MINUTES",
-            rich_help_panel=Heading.FAULTS,
         ),
     ] = None,
     sample: Annotated[
         Path | None,
-        typer.Option(
-            help="A file of the data, which corrupt overwrites for a while.",
-            metavar="FILE",
-            rich_help_panel=Heading.FAULTS,
-        ),
+        value("A file of the data, which corrupt overwrites for a while.", "FILE", Heading.FAULTS),
     ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="The folder with a recipe's data, or its URL.",
-            metavar="DIR",
-            rich_help_panel=Heading.TRAINING,
-        ),
-    ] = None,
+    data: RecipeData = None,
     out: Annotated[
-        Path,
-        typer.Option(
-            help="The folder to write; what it has results of is not run again.", metavar="DIR"
-        ),
+        Path, value("The folder to write; what it has results of is not run again.", "DIR")
     ] = Path("runs/chaos"),
     **given: Any,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from spartito.cli.command import Command, Group
-from spartito.cli.options import Arguments, Target, job_of, taken_from, with_options
+from spartito.cli.options import Arguments, Target, job_of, switch, taken_from, value, with_options
 from spartito.errors import UserError
 from spartito.launch.clouds.launcher import Dstack, Sky
 from spartito.launch.containers.launcher import Compose
@@ -34,20 +34,16 @@ def image(
     context: Annotated[
         Path, typer.Argument(metavar="DIR", help="The folder of Spartito's sources.")
     ] = Path(),
-    tag: Annotated[str, typer.Option(help="What the image is called.", metavar="NAME")] = IMAGE,
+    tag: Annotated[str, value("What the image is called.", "NAME")] = IMAGE,
     base: Annotated[
-        str | None,
-        typer.Option(help="The image to begin with; python:3.11-slim by default.", metavar="IMAGE"),
+        str | None, value("The image to begin with; python:3.11-slim by default.", "IMAGE")
     ] = None,
     torch_index: Annotated[
-        str | None,
-        typer.Option(help="One more index where pip looks for torch.", metavar="URL"),
+        str | None, value("One more index where pip looks for torch.", "URL")
     ] = None,
-    network: Annotated[
-        str | None, typer.Option(help="The network of the build, as host.", metavar="NAME")
-    ] = None,
+    network: Annotated[str | None, value("The network of the build, as host.", "NAME")] = None,
     compiler: Annotated[
-        bool, typer.Option("--compiler", help="With a C++ compiler, which torch.compile needs.")
+        bool, switch("--compiler", "With a C++ compiler, which torch.compile needs.")
     ] = False,
 ) -> None:
     """Build the image that every task runs.

@@ -12,6 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from spartito.cli.commands import COMMANDS
 from spartito.cli.mistakes import unknown_command
+from spartito.cli.options import switch
 from spartito.cli.settings import Settings, settings_of
 from spartito.launch.job import Heading
 
@@ -139,11 +140,7 @@ def _position(heading: str) -> int:
 def _declaration(
     no_config: Annotated[
         bool,
-        typer.Option(
-            "--no-config",
-            help="Read no spartito.toml and no pyproject.toml.",
-            rich_help_panel=Heading.ADVANCED,
-        ),
+        switch("--no-config", "Read no spartito.toml and no pyproject.toml.", Heading.ADVANCED),
     ] = False,
 ) -> None:
     """The option that every command has."""

@@ -8,7 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from spartito.cli.options import Arguments, Target, taken_from, whole, with_options
+from spartito.cli.options import (
+    Arguments,
+    RecipeData,
+    Target,
+    number,
+    taken_from,
+    value,
+    with_options,
+)
 from spartito.launch.containers.launcher import Compose
 from spartito.launch.job import Heading
 
@@ -23,100 +31,63 @@ def compare(
     arguments: Arguments = None,
     strategies: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Which to compare: all, or some with commas, or one at a time; options in "
+        value(
+            "Which to compare: all, or some with commas, or one at a time; options in "
             "parentheses, as 'mirrored, local_sgd(every=50)'.",
-            metavar="STRATEGIES",
+            "STRATEGIES",
         ),
     ] = None,
-    workers: Annotated[
-        int,
-        typer.Option(
-            help="Processes or containers that compute.", parser=whole("--workers", 1), metavar="N"
-        ),
-    ] = 2,
+    workers: Annotated[int, number("--workers", "Processes or containers that compute.", 1)] = 2,
     ps: Annotated[
         int | None,
-        typer.Option(
-            "--ps",
-            help="Parameter servers, for the strategy that has them; 1 by default.",
-            parser=whole("--ps", 1),
-            metavar="N",
-        ),
+        number("--ps", "Parameter servers, for the strategy that has them; 1 by default.", 1),
     ] = None,
-    epochs: Annotated[
-        int | None,
-        typer.Option(help="Passes over the data.", parser=whole("--epochs", 1), metavar="N"),
-    ] = None,
-    goal: Annotated[
-        str | None, typer.Option(help="What to reach, as val_accuracy=0.95.", metavar="NAME=VALUE")
-    ] = None,
+    epochs: Annotated[int | None, number("--epochs", "Passes over the data.", 1)] = None,
+    goal: Annotated[str | None, value("What to reach, as val_accuracy=0.95.", "NAME=VALUE")] = None,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(
-            help="More runs: workers=1,2,4, or for recipes batch_size=32,512,8192.",
-            metavar="NAME=VALUES",
-            rich_help_panel=Heading.ADVANCED,
+        value(
+            "More runs: workers=1,2,4, or for recipes batch_size=32,512,8192.",
+            "NAME=VALUES",
+            Heading.ADVANCED,
         ),
     ] = None,
     slow: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Let a process run a fraction of the time only, as worker:1=0.25.",
-            metavar="TASK=FRACTION",
-            rich_help_panel=Heading.ADVANCED,
+        value(
+            "Let a process run a fraction of the time only, as worker:1=0.25.",
+            "TASK=FRACTION",
+            Heading.ADVANCED,
         ),
     ] = None,
     link: Annotated[
         str | None,
-        typer.Option(
-            help="Put each task on a machine of its own (a network namespace: needs root), at a "
+        value(
+            "Put each task on a machine of its own (a network namespace: needs root), at a "
             "line of this rate and delay, as 100mbit or 10mbit,50ms.",
-            metavar="RATE[,DELAY]",
-            rich_help_panel=Heading.ADVANCED,
+            "RATE[,DELAY]",
+            Heading.ADVANCED,
         ),
     ] = None,
     repeat: Annotated[
-        int,
-        typer.Option(
-            help="Runs of each, in turn; the table has medians and spreads.",
-            parser=whole("--repeat", 1),
-            metavar="N",
-        ),
+        int, number("--repeat", "Runs of each, in turn; the table has medians and spreads.", 1)
     ] = 1,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="The folder with a recipe's data, or its URL.",
-            metavar="DIR",
-            rich_help_panel=Heading.TRAINING,
-        ),
-    ] = None,
+    data: RecipeData = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(
-            help="A recipe's examples per step, over all workers.",
-            parser=whole("--batch-size", 1),
-            metavar="N",
-            rich_help_panel=Heading.TRAINING,
+        number(
+            "--batch-size", "A recipe's examples per step, over all workers.", 1, Heading.TRAINING
         ),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(
-            help="Where a recipe's randomness begins.",
-            parser=whole("--seed"),
-            metavar="N",
-            rich_help_panel=Heading.TRAINING,
-        ),
+        number("--seed", "Where a recipe's randomness begins.", heading=Heading.TRAINING),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The folder to write.", metavar="DIR")] = None,
+    out: Annotated[Path | None, value("The folder to write.", "DIR")] = None,
     on: Annotated[
         str,
-        typer.Option(
-            help="Where the tasks run: processes, or compose for containers.",
-            metavar="WHERE",
-            rich_help_panel=Heading.WORKERS,
+        value(
+            "Where the tasks run: processes, or compose for containers.", "WHERE", Heading.WORKERS
         ),
     ] = "processes",
     **given: Any,

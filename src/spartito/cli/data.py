@@ -8,16 +8,13 @@ from typing import Annotated
 import typer
 
 from spartito.cli.command import Command, Group
-from spartito.cli.options import Json, number, real
+from spartito.cli.options import Json, number, real, switch, value
 from spartito.errors import UserError
 from spartito.urls import is_remote
 
-data_app = typer.Typer(
-    cls=Group,
-    help="Pack, look at, check, measure and fetch data sets.",
-)
+data_app = typer.Typer(cls=Group, help="Pack, look at, check, measure and fetch data sets.")
 
-Columns = Annotated[str | None, typer.Option(help="Columns of packed files: a,b.", metavar="NAMES")]
+Columns = Annotated[str | None, value("Columns of packed files: a,b.", "NAMES")]
 
 
 def names_in(text: str | None) -> tuple[str, ...]:
@@ -31,19 +28,17 @@ def predict(
         list[Path] | None, typer.Argument(metavar="FILE...", help="What to look at.")
     ] = None,
     prompt: Annotated[
-        str | None, typer.Option(help="How a text begins, for a model that writes.", metavar="TEXT")
+        str | None, value("How a text begins, for a model that writes.", "TEXT")
     ] = None,
     length: Annotated[int | None, number("--length", "How many characters it adds.", 1)] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(
-            help="0 takes the likeliest character; above 1 is bold.",
-            parser=real("--temperature"),
-            metavar="T",
+        value(
+            "0 takes the likeliest character; above 1 is bold.", "T", parser=real("--temperature")
         ),
     ] = None,
     seed: Annotated[int | None, number("--seed", "What the characters are drawn from.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    json: Annotated[bool, switch("--json", "One JSON object a line.")] = False,
 ) -> None:
     """Print what a trained model predicts.
 
@@ -66,20 +61,16 @@ def pack(
         str, typer.Argument(metavar="SRC", help="A folder of images, or packed files anywhere.")
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="A new folder, or one in a store.")],
-    format: Annotated[
-        str, typer.Option(help="parquet, webdataset or jsonl.", metavar="NAME")
-    ] = "parquet",
+    format: Annotated[str, value("parquet, webdataset or jsonl.", "NAME")] = "parquet",
     seed: Annotated[int, number("--seed", "What the order of examples is drawn from.", 0)] = 0,
     keep_order: Annotated[
-        bool, typer.Option("--keep-order", help="Leave examples as they lie, unshuffled.")
+        bool, switch("--keep-order", "Leave examples as they lie, unshuffled.")
     ] = False,
     keep_corrupt: Annotated[
-        bool, typer.Option("--keep-corrupt", help="Pack images undecoded, broken ones too.")
+        bool, switch("--keep-corrupt", "Pack images undecoded, broken ones too.")
     ] = False,
     columns: Columns = None,
-    shard_size: Annotated[
-        str | None, typer.Option(help="Bytes of a shard, about: 64MB.", metavar="SIZE")
-    ] = None,
+    shard_size: Annotated[str | None, value("Bytes of a shard, about: 64MB.", "SIZE")] = None,
     json: Json = False,
 ) -> None:
     """Pack examples into few large files, here or in a store.
@@ -125,16 +116,12 @@ def info(
 def check(
     url: Annotated[str, typer.Argument(metavar="URL", help="A folder of images, or packed files.")],
     jfif_only: Annotated[
-        bool, typer.Option("--jfif-only", help="Only JPEG files with a JFIF header are right.")
+        bool, switch("--jfif-only", "Only JPEG files with a JFIF header are right.")
     ] = False,
-    remove: Annotated[bool, typer.Option("--remove", help="Delete files that are wrong.")] = False,
-    move_to: Annotated[
-        Path | None, typer.Option(help="Move files that are wrong there.", metavar="DIR")
-    ] = None,
+    remove: Annotated[bool, switch("--remove", "Delete files that are wrong.")] = False,
+    move_to: Annotated[Path | None, value("Move files that are wrong there.", "DIR")] = None,
     columns: Columns = None,
-    no_images: Annotated[
-        bool, typer.Option("--no-images", help="Decode no images of packed files.")
-    ] = False,
+    no_images: Annotated[bool, switch("--no-images", "Decode no images of packed files.")] = False,
     json: Json = False,
 ) -> None:
     """Find files and packed examples that are not what they say.
@@ -173,11 +160,7 @@ def bench(
     url: Annotated[str, typer.Argument(metavar="URL", help="A folder of images, or packed files.")],
     seconds: Annotated[
         float,
-        typer.Option(
-            help="For each of five rates, at most.",
-            parser=real("--seconds", above=True),
-            metavar="SECONDS",
-        ),
+        value("For each of five rates, at most.", "SECONDS", parser=real("--seconds", above=True)),
     ] = 5.0,
     columns: Columns = None,
     image_size: Annotated[
@@ -203,12 +186,8 @@ def get(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="Which one; without it all are listed.")
     ] = None,
-    to: Annotated[
-        Path | None, typer.Option(help="Where a folder NAME is made.", metavar="DIR")
-    ] = None,
-    mirror: Annotated[
-        str | None, typer.Option(help="Where the files are, if not at home.", metavar="URL")
-    ] = None,
+    to: Annotated[Path | None, value("Where a folder NAME is made.", "DIR")] = None,
+    mirror: Annotated[str | None, value("Where the files are, if not at home.", "URL")] = None,
     json: Json = False,
 ) -> None:
     """Fetch a well-known data set, and compare its checksums.

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from spartito.cli.options import job_of, real, taken_from, typed, with_options
+from spartito.cli.options import job_of, real, switch, taken_from, typed, value, with_options
 from spartito.errors import UserError
 from spartito.launch.hosts.job import Hosts
 from spartito.launch.job import JobSpec, Program
@@ -25,19 +25,18 @@ NOT_EXAMINED = (
 )
 def doctor(
     compose: Annotated[
-        Path | None,
-        typer.Option(help="Examine the tasks of this compose file, in containers.", metavar="FILE"),
+        Path | None, value("Examine the tasks of this compose file, in containers.", "FILE")
     ] = None,
     timeout: Annotated[
         float,
-        typer.Option(
-            help="Seconds after which it ends, even if tasks are missing.",
+        value(
+            "Seconds after which it ends, even if tasks are missing.",
+            "SECONDS",
             parser=real("--timeout", above=True),
-            metavar="SECONDS",
         ),
     ] = 10.0,
     json: Annotated[
-        bool, typer.Option("--json", help="Print the report as one line of JSON instead.")
+        bool, switch("--json", "Print the report as one line of JSON instead.")
     ] = False,
     **given: Any,
 ) -> None:

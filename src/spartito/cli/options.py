@@ -22,10 +22,8 @@ Target = Annotated[
     typer.Argument(metavar="SCRIPT|RECIPE", help=f"Your script, or one of {', '.join(RECIPES)}."),
 ]
 Arguments = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="-- ARGS...", help="Options of the script or recipe."),
+    list[str] | None, typer.Argument(metavar="-- ARGS...", help="Options of the script or recipe.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one last line of JSON.")]
 
 
 def whole(option: str, least: int | None = None) -> Callable[[str], int]:
@@ -64,11 +62,32 @@ def real(option: str, least: float = 0.0, above: bool = False) -> Callable[[str]
     return read
 
 
+def value(
+    help: str,
+    metavar: str,
+    heading: Heading | None = None,
+    parser: Callable[[str], Any] | None = None,
+) -> Any:
+    """What the command line says of an option that is a word, or what ``parser`` reads from it."""
+    return typer.Option(help=help, metavar=metavar, rich_help_panel=heading, parser=parser)
+
+
 def number(option: str, help: str, least: int | None = None, heading: Heading | None = None) -> Any:
     """What the command line says of an option that is a whole number."""
     return typer.Option(
         option, help=help, parser=whole(option, least), metavar="N", rich_help_panel=heading
     )
+
+
+def switch(option: str, help: str, heading: Heading | None = None) -> Any:
+    """What the command line says of an option that is there or not."""
+    return typer.Option(option, help=help, rich_help_panel=heading)
+
+
+RecipeData = Annotated[
+    str | None, value("The folder with a recipe's data, or its URL.", "DIR", Heading.TRAINING)
+]
+Json = Annotated[bool, switch("--json", "Print one last line of JSON.")]
 
 
 def with_options(

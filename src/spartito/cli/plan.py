@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from spartito.cli.options import real, whole, with_options
+from spartito.cli.options import RecipeData, number, real, switch, value, with_options
 from spartito.errors import UserError
 from spartito.launch.job import Heading
 from spartito.names import RECIPES
@@ -25,142 +25,86 @@ def plan(
         ),
     ] = None,
     arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="-- ARGS...", help="The script's own arguments."),
+        list[str] | None, typer.Argument(metavar="-- ARGS...", help="The script's own arguments.")
     ] = None,
     workers: Annotated[
-        int | None,
-        typer.Option(
-            help="Tasks that compute, on each machine; 2 by default.",
-            parser=whole("--workers", 1),
-            metavar="N",
-        ),
+        int | None, number("--workers", "Tasks that compute, on each machine; 2 by default.", 1)
     ] = None,
     machines: Annotated[
-        int | None,
-        typer.Option(
-            help="Machines like this one; 1 by default.",
-            parser=whole("--machines", 1),
-            metavar="N",
-        ),
+        int | None, number("--machines", "Machines like this one; 1 by default.", 1)
     ] = None,
     link: Annotated[
         str | None,
-        typer.Option(
-            help="The line between machines: a rate, and how long a packet is on its way one "
+        value(
+            "The line between machines: a rate, and how long a packet is on its way one "
             "way, as 1gbit or 50mbit,80ms.",
-            metavar="RATE[,DELAY]",
+            "RATE[,DELAY]",
         ),
     ] = None,
     on: Annotated[
-        Path | None,
-        typer.Option(
-            help="A YAML file that describes the machines.",
-            metavar="FILE",
-            rich_help_panel=Heading.MACHINES,
-        ),
+        Path | None, value("A YAML file that describes the machines.", "FILE", Heading.MACHINES)
     ] = None,
     ps: Annotated[
         int,
-        typer.Option(
-            "--ps",
-            help="Parameter servers, for the strategy that has them.",
-            parser=whole("--ps", 1),
-            metavar="N",
-            rich_help_panel=Heading.WORKERS,
-        ),
+        number("--ps", "Parameter servers, for the strategy that has them.", 1, Heading.WORKERS),
     ] = 1,
     strategies: Annotated[
         str,
-        typer.Option(
-            help="all, or some with commas; options in parentheses, as "
-            "'mirrored, local_sgd(every=50)'.",
-            metavar="STRATEGIES",
+        value(
+            "all, or some with commas; options in parentheses, as 'mirrored, local_sgd(every=50)'.",
+            "STRATEGIES",
         ),
     ] = "all",
     batch_size: Annotated[
         int | None,
-        typer.Option(
-            help="Examples per step, over all workers; by default those of the profile.",
-            parser=whole("--batch-size", 1),
-            metavar="N",
+        number(
+            "--batch-size",
+            "Examples per step, over all workers; by default those of the profile.",
+            1,
         ),
     ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(help="What a task may have, as 16GB.", metavar="SIZE"),
-    ] = None,
+    memory: Annotated[str | None, value("What a task may have, as 16GB.", "SIZE")] = None,
     goal: Annotated[
         str | None,
-        typer.Option(
-            help="How much is trained: epochs=5, steps=1000, examples=1e6 or tokens=1e9.",
-            metavar="NAME=VALUE",
+        value(
+            "How much is trained: epochs=5, steps=1000, examples=1e6 or tokens=1e9.", "NAME=VALUE"
         ),
     ] = None,
     price: Annotated[
         float | None,
-        typer.Option(
-            help="Of one machine for an hour, for the price of the goal.",
+        value(
+            "Of one machine for an hour, for the price of the goal.",
+            "X",
+            Heading.MACHINES,
             parser=real("--price"),
-            metavar="X",
-            rich_help_panel=Heading.MACHINES,
         ),
     ] = None,
     fail: Annotated[
-        str | None,
-        typer.Option(
-            help="How often one machine fails, as 1/day.",
-            metavar="N/TIME",
-            rich_help_panel=Heading.MACHINES,
-        ),
+        str | None, value("How often one machine fails, as 1/day.", "N/TIME", Heading.MACHINES)
     ] = None,
     profile: Annotated[
-        Path | None,
-        typer.Option(
-            help="Plan with this profile: nothing is run.",
-            metavar="FILE",
-            rich_help_panel=Heading.PROFILE,
-        ),
+        Path | None, value("Plan with this profile: nothing is run.", "FILE", Heading.PROFILE)
     ] = None,
     save_profile: Annotated[
-        Path | None,
-        typer.Option(
-            help="Keep the profile in this new file.",
-            metavar="FILE",
-            rich_help_panel=Heading.PROFILE,
-        ),
+        Path | None, value("Keep the profile in this new file.", "FILE", Heading.PROFILE)
     ] = None,
     check: Annotated[
         Path | None,
-        typer.Option(
-            help="Predict the runs of this comparison instead, and show both.",
-            metavar="DIR",
-            rich_help_panel=Heading.PROFILE,
+        value(
+            "Predict the runs of this comparison instead, and show both.", "DIR", Heading.PROFILE
         ),
     ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="The folder with a recipe's data, or its URL.",
-            metavar="DIR",
-            rich_help_panel=Heading.TRAINING,
-        ),
-    ] = None,
+    data: RecipeData = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Write a page with pictures, the figures, and a trace of a step there.",
-            metavar="DIR",
-            rich_help_panel=Heading.OUTPUT,
+        value(
+            "Write a page with pictures, the figures, and a trace of a step there.",
+            "DIR",
+            Heading.OUTPUT,
         ),
     ] = None,
     json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            help="Print one line of JSON instead.",
-            rich_help_panel=Heading.OUTPUT,
-        ),
+        bool, switch("--json", "Print one line of JSON instead.", Heading.OUTPUT)
     ] = False,
 ) -> None:
     """Predict speed and memory of every strategy.

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from spartito.cli.options import switch, value
 from spartito.errors import UserError
 from spartito.system import IS_MAC
 
@@ -23,10 +24,9 @@ def report(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="The folder of a run, or of a comparison.")
     ],
-    open: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+    open: Annotated[bool, switch("--open", "Show it in the browser.")] = False,
     plan: Annotated[
-        Path | None,
-        typer.Option(help="What spartito plan --out wrote: show it beside.", metavar="DIR"),
+        Path | None, value("What spartito plan --out wrote: show it beside.", "DIR")
     ] = None,
 ) -> None:
     """Write the report of a run, and open it.

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from spartito.cli.options import job_of, number, taken_from, typed, with_options
+from spartito.cli.options import job_of, number, switch, taken_from, typed, value, with_options
 from spartito.errors import UserError
 from spartito.launch.earlier_run import vacate
 from spartito.launch.functions.run import OF_FILES
@@ -42,7 +42,7 @@ def run(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARGS...", help="Its own arguments.")
     ] = None,
-    module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m.")] = False,
+    module: Annotated[bool, switch("-m", "Run a module, as python -m.")] = False,
     **given: Any,
 ) -> None:
     """Run your script in several processes.
@@ -68,33 +68,27 @@ def train(
         int | None, number("--batch-size", "Examples per step, over all workers.", 1)
     ] = None,
     seed: Annotated[
-        int | None,
-        number("--seed", "Where all randomness begins.", heading=Heading.TRAINING),
+        int | None, number("--seed", "Where all randomness begins.", heading=Heading.TRAINING)
     ] = None,
     precision: Annotated[
         str | None,
-        typer.Option(
-            help=f"What the forward pass computes in: {', '.join(PRECISIONS)}.",
+        value(
+            f"What the forward pass computes in: {', '.join(PRECISIONS)}.",
+            "NAME",
+            Heading.TRAINING,
             parser=_precision,
-            metavar="NAME",
-            rich_help_panel=Heading.TRAINING,
         ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the run folder's newest checkpoint.")
+        bool, switch("--resume", "Continue from the run folder's newest checkpoint.")
     ] = False,
     overwrite: Annotated[
         bool,
-        typer.Option(
-            "--overwrite",
-            help="Move an earlier run in --out aside, and begin anew.",
-            rich_help_panel=Heading.OUTPUT,
+        switch(
+            "--overwrite", "Move an earlier run in --out aside, and begin anew.", Heading.OUTPUT
         ),
     ] = False,
-    json: Annotated[
-        bool,
-        typer.Option("--json", help="Print one last line of JSON.", rich_help_panel=Heading.OUTPUT),
-    ] = False,
+    json: Annotated[bool, switch("--json", "Print one last line of JSON.", Heading.OUTPUT)] = False,
     **given: Any,
 ) -> None:
     """Train a built-in recipe.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spartito.cli.options import switch, value
 from spartito.errors import UserError
 from spartito.names import FOR_DATA, FOR_TASKS, RATE
 from spartito.status import OVER, SILENCE, Status, statuses
@@ -28,14 +29,11 @@ CONTENT = "text/plain; version=0.0.4; charset=utf-8"
 
 def top(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
-    once: Annotated[bool, typer.Option("--once", help="Print the table once.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON, once.")] = False,
+    once: Annotated[bool, switch("--once", "Print the table once.")] = False,
+    json: Annotated[bool, switch("--json", "Print one line of JSON, once.")] = False,
     listen: Annotated[
         str | None,
-        typer.Option(
-            help="Give the same figures to Prometheus at this address: its /metrics.",
-            metavar="HOST:PORT",
-        ),
+        value("Give the same figures to Prometheus at this address: its /metrics.", "HOST:PORT"),
     ] = None,
 ) -> None:
     """Show how each task of a run goes.
