@@ -71,21 +71,8 @@ def _regression(
     return _pointwise(func, [input, target], _reduction(size_average, reduce, reduction), **named)
 
 
-@rule(F.binary_cross_entropy)
+@rule(F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
 def _binary(
-    func: Any,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Any:
-    return _pointwise(func, [input, target, weight], _reduction(size_average, reduce, reduction))
-
-
-@rule(F.binary_cross_entropy_with_logits)
-def _binary_logits(
     func: Any,
     input: Tensor,
     target: Tensor,
@@ -95,9 +82,8 @@ def _binary_logits(
     reduction: str = "mean",
     pos_weight: Tensor | None = None,
 ) -> Any:
-    return _pointwise(
-        func, [input, target, weight, pos_weight], _reduction(size_average, reduce, reduction)
-    )
+    weights = [weight, pos_weight][: len(_WEIGHTS[func])]
+    return _pointwise(func, [input, target, *weights], _reduction(size_average, reduce, reduction))
 
 
 @rule(F.kl_div)
@@ -117,8 +103,8 @@ def _kl_div(
     return _pointwise(func, [input, target], kind, log_target=log_target)
 
 
-@rule(F.cross_entropy)
-def _cross_entropy(
+@rule(F.cross_entropy, F.nll_loss)
+def _of_classes(
     func: Any,
     input: Tensor,
     target: Tensor,
@@ -130,14 +116,16 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     kind = _reduction(size_average, reduce, reduction)
+    if func is F.nll_loss:
+        return _of_log(input, target, weight, ignore_index, kind, 0.0)
     if input.dtype in (torch.bfloat16, torch.float16):  # as torch's kernel, which adds up in fp32
         loss = func(input.float(), target, weight, None, ignore_index, None, kind, label_smoothing)
         return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
-    if target.is_floating_point() or not isinstance(input, Sharded):
-        scores = F.log_softmax(input, 0 if input.dim() == 1 else 1)
-        return _of_log(scores, target, weight, ignore_index, kind, label_smoothing)
     dim = 0 if input.dim() == 1 else 1
-    scores = _log_softmax_of_shards(input, dim)
+    if target.is_floating_point() or not isinstance(input, Sharded):
+        scores = F.log_softmax(input, dim)
+    else:
+        scores = _log_softmax_of_shards(input, dim)
     return _of_log(scores, target, weight, ignore_index, kind, label_smoothing)
 
 
@@ -210,18 +198,3 @@ def picked(scores: Tensor, at: Tensor, dim: int) -> Tensor:
     here = (own >= 0) & (own < size)
     found = scores.local.gather(dim, torch.where(here, own, 0).unsqueeze(dim)).squeeze(dim)
     return collectives.reduce(torch.where(here, found, 0), along)
-
-
-@rule(F.nll_loss)
-def _nll_loss(
-    func: Any,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Any:
-    kind = _reduction(size_average, reduce, reduction)
-    return _of_log(input, target, weight, ignore_index, kind, 0.0)
