@@ -20,17 +20,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
 
-from spartito.errors import UnwritableError, UserError
+from spartito.errors import UserError
 from spartito.forks import keep_from_forks
 from spartito.life import Life
 from spartito.names import ENV_SECRET, ENV_SECRET_FILE, ENV_STORE
 from spartito.notes import note, shown
+from spartito.storage.atomic import writable
 from spartito.wire.interfaces import own_name
 
 LOCK = ".spartito.lock"
@@ -171,7 +172,7 @@ def hold(
     """
     path = Path(folder)
     with _turn:
-        with _writable(path):
+        with writable(path):
             path.mkdir(parents=True, exist_ok=True)
             status = path.stat()
         key = status.st_dev, status.st_ino, file
@@ -189,7 +190,7 @@ def hold(
             )
         if held is None:
             lock = path / (f"{LOCK}-{file}" if file else LOCK)
-            with _writable(path):
+            with writable(path):
                 held = _Held(lock, _locked(lock, path / file, inherits), users)
             _held[key] = held
             _renew()
@@ -351,18 +352,6 @@ def _now(path: Path) -> float:
         file.write(b".")
         file.flush()
         return os.fstat(file.fileno()).st_mtime
-
-
-@contextmanager
-def _writable(path: Path) -> Iterator[None]:
-    """Turn the system's refusal into an `UnwritableError` that names the folder."""
-    try:
-        yield
-    except OSError as error:
-        raise UnwritableError(
-            f"{path} cannot be written: {error.strerror or error}",
-            "Name a folder that this process may write to, with space on its disk.",
-        ) from error
 
 
 def _renew() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -183,8 +182,3 @@ def _merge(one: Json, other: Json) -> Json:
         if len(one) == len(other):
             return [_merge(a, b) for a, b in zip(one, other, strict=True)]
     return one
-
-
-def told_of(locals_: Mapping[str, Local]) -> str:
-    """What a task tells the others of its sections."""
-    return json.dumps({section: local.told() for section, local in locals_.items()})

@@ -271,11 +271,6 @@ class Rendezvous:
         self._trains = True
         self._look_for_newcomers()
 
-    def training_ends(self) -> None:
-        """Look no more."""
-        self._trains = False
-        self._watch.stop()
-
     def look_for_leavers(self) -> None:
         """Look from now on whether others leave this generation, for who seldom meets them."""
         meeting = self._meeting

@@ -50,11 +50,6 @@ class Mesh:
         """How many tasks it has."""
         return math.prod(self.axes.values())
 
-    @property
-    def model_axes(self) -> dict[str, int]:
-        """The axes that split the model: all but `DATA`."""
-        return {name: size for name, size in self.axes.items() if name != DATA}
-
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where ``rank`` is on each axis."""
         found = {}

@@ -167,9 +167,5 @@ class Values(Generic[Who]):
         return Reply({key: values[key] for key in keys if key in values})
 
 
-def _under(prefix: str, keys: Iterable[str]) -> bool:
-    return any(key.startswith(prefix) for key in keys)
-
-
 def _size(key: str, value: bytes) -> int:
     return len(key) + len(value) + EACH

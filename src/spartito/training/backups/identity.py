@@ -27,8 +27,6 @@ TWICE = 8
 """Of these, how many are read twice, to see whether they come out the same."""
 SECONDS = 5.0
 """After which no more are read."""
-NOT_COMPARED = {"params", "foreach", "fused", "capturable", "differentiable", "param_names"}
-"""Of a group of parameters: what has no influence on the numbers."""
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
