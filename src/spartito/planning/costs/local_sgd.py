@@ -7,15 +7,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from spartito.declared import Declared
-from spartito.errors import UserError
-from spartito.planning.costs.compute import own_step, waiting
-from spartito.planning.costs.exchange import all_reduce, coded, machines_of
+from spartito.planning.costs.compute import waiting
+from spartito.planning.costs.exchange import coded
 from spartito.planning.costs.failures import Loss
 from spartito.planning.costs.failures import lost as lost_together
+from spartito.planning.costs.groups import EVERY, groups_of
 from spartito.planning.costs.memory import held
 from spartito.planning.costs.parts import (
     OTHERS,
-    UPDATE,
     Cost,
     Situation,
     check_options,
@@ -23,10 +22,6 @@ from spartito.planning.costs.parts import (
 )
 
 OPTIONS: tuple[str, ...] = ("groups", "every", "compress")
-EVERY = 20
-"""As `LocalSGDStrategy` has it."""
-
-
 PAUSE = 2.0
 """Seconds that all tasks lose when one is lost, as `benchmarks.recovery` has measured."""
 
@@ -65,36 +60,26 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     """As `Costs.cost`: a step, with its part of a meeting."""
     check_options(strategy, OPTIONS)
     cluster, model = situation.cluster, situation.profile.model
-    groups = whole_number(strategy, "groups", 2)
-    every = whole_number(strategy, "every", EVERY)
-    if groups > cluster.tasks:
-        raise UserError(
-            f"{groups} groups of {cluster.tasks} workers", "Each group has one worker or more."
-        )
-    members = -(-cluster.tasks // groups)
-    near = machines_of(situation, members)
-    own = own_step(situation, situation.local_batch)
-    if near == 1 and cluster.workers >= members:
-        own[UPDATE] /= members
-    inside = all_reduce(situation, model.gradients, members, near)
-    inside *= 1 / situation.profile.accumulate
-    apart = min(groups, cluster.machines)
+    groups = groups_of(strategy, situation)
+    count, every, members, own = groups.count, groups.every, groups.members, groups.own
+    inside = groups.inside * (1 / situation.profile.accumulate)
+    apart = min(count, cluster.machines)
     compress = strategy.options.get("compress")
-    meeting = coded(situation, model.parameters, max(groups, apart), apart, compress)
+    meeting = coded(situation, model.parameters, max(count, apart), apart, compress)
     copies = situation.profile.machine.shared.each * 2 * model.parameters
     exchange = inside + meeting * (1 / every)
     seconds = {**own, **exchange.seconds}
     seconds["memory"] += copies / every
-    seconds[OTHERS] = waiting(situation, own, members) + waiting(situation, own, groups, every)
+    seconds[OTHERS] = waiting(situation, own, members) + waiting(situation, own, count, every)
     memory = held(
         situation,
         situation.local_batch,
         parameters=2.0 if compress is None else 3.0,
-        optimizer=1 / members if near == 1 else 1.0,
+        optimizer=1 / members if groups.shares else 1.0,
         exchange=model.gradients * (1 + (members > 1)),
     )
     said = (
-        f"{groups} models drift apart for {every} updates, which are of "
-        f"{situation.batch / groups:.3g} examples: the goal may take more of them",
+        f"{count} models drift apart for {every} updates, which are of "
+        f"{situation.batch / count:.3g} examples: the goal may take more of them",
     )
     return Cost(seconds, memory, exchange.sent, situation.batch, said)

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from spartito.declared import Declared
-from spartito.errors import UserError
 from spartito.planning.costs.compute import own_step, waiting
-from spartito.planning.costs.exchange import all_reduce, machines_of, message
+from spartito.planning.costs.exchange import message
+from spartito.planning.costs.groups import groups_of
 from spartito.planning.costs.memory import held
 from spartito.planning.costs.parts import (
     LINK,
@@ -24,12 +24,9 @@ from spartito.planning.costs.parts import (
     Cost,
     Situation,
     check_options,
-    whole_number,
 )
 
 OPTIONS: tuple[str, ...] = ("groups", "every")
-EVERY = 20
-"""Updates of a group between two of its pushes, unless the strategy says so."""
 
 
 def candidates(situation: Situation) -> Iterable[Mapping[str, Any]]:
@@ -94,34 +91,24 @@ def _served(situation: Situation, work: float, largest: float) -> float:
 def _apart(strategy: Declared, situation: Situation) -> Cost:
     """Groups that train apart, and push now and then what they have moved."""
     cluster, model = situation.cluster, situation.profile.model
-    groups = whole_number(strategy, "groups", 2)
-    every = whole_number(strategy, "every", EVERY)
-    if groups > cluster.tasks:
-        raise UserError(
-            f"{groups} groups of {cluster.tasks} workers", "Each group has one worker or more."
-        )
-    members = -(-cluster.tasks // groups)
-    near = machines_of(situation, members)
-    own = own_step(situation, situation.local_batch)
-    if near == 1 and cluster.workers >= members:
-        own[UPDATE] /= members
-    inside = all_reduce(situation, model.gradients, members, near)
+    groups = groups_of(strategy, situation)
+    count, every, own = groups.count, groups.every, groups.own
     crosses = cluster.machines > 1
     push = message(situation, model.parameters, crosses)
     moved = push + message(situation, model.parameters, crosses)
     work = 3 * situation.profile.machine.shared.each * model.parameters
     served = _served(situation, work, model.parameters)
-    step = sum(own.values()) + sum(inside.seconds.values())
+    step = sum(own.values()) + sum(groups.inside.seconds.values())
     cycle = every * step + moved.memory + moved.link
-    seconds = {**own, **(inside + moved * (1 / every)).seconds}
-    seconds[SERVERS] = queueing(groups, cycle, served) / every
-    seconds[OTHERS] = waiting(situation, own, members)
+    seconds = {**own, **(groups.inside + moved * (1 / every)).seconds}
+    seconds[SERVERS] = queueing(count, cycle, served) / every
+    seconds[OTHERS] = waiting(situation, own, groups.members)
     memory = held(situation, situation.local_batch, parameters=2.0, exchange=2 * model.gradients)
     said = (
-        f"{groups} models drift apart for {every} updates, and what one pushes is about "
-        f"{groups - 1} pushes of others late: the goal may take more of them",
+        f"{count} models drift apart for {every} updates, and what one pushes is about "
+        f"{count - 1} pushes of others late: the goal may take more of them",
     )
-    return Cost(seconds, memory, inside.sent + push.sent / every, situation.batch, said)
+    return Cost(seconds, memory, groups.inside.sent + push.sent / every, situation.batch, said)
 
 
 def queueing(tasks: int, cycle: float, served: float) -> float:

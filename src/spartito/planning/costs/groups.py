@@ -1,0 +1,64 @@
+"""Groups of workers that train apart for some updates: under local SGD and parameter servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spartito.declared import Declared
+from spartito.errors import UserError
+from spartito.planning.costs.compute import own_step
+from spartito.planning.costs.exchange import Exchange, all_reduce, machines_of
+from spartito.planning.costs.parts import UPDATE, Situation, whole_number
+
+EVERY = 20
+"""Updates from one meeting to the next, unless the strategy says so; as its declaration has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """What a worker takes for a step in its group.
+
+    Attributes:
+        count: Of the groups.
+        every: Updates from one meeting of all to the next.
+        members: Workers of the largest group.
+        shares: Whether they are on one machine, which has the state of the optimizer once.
+        own: Seconds of a worker's step by itself, by part.
+        inside: What a group exchanges for an update.
+    """
+
+    count: int
+    every: int
+    members: int
+    shares: bool
+    own: dict[str, float]
+    inside: Exchange
+
+
+def groups_of(strategy: Declared, situation: Situation) -> Groups:
+    """The groups that the options ``groups`` and ``every`` ask for.
+
+    Args:
+        strategy: With its options.
+        situation: What is planned.
+
+    Returns:
+        Them, and what a step takes there.
+
+    Raises:
+        UserError: There are fewer workers than groups.
+    """
+    cluster = situation.cluster
+    groups = whole_number(strategy, "groups", 2)
+    every = whole_number(strategy, "every", EVERY)
+    if groups > cluster.tasks:
+        raise UserError(
+            f"{groups} groups of {cluster.tasks} workers", "Each group has one worker or more."
+        )
+    members = -(-cluster.tasks // groups)
+    near = machines_of(situation, members)
+    own = own_step(situation, situation.local_batch)
+    if near == 1 and cluster.workers >= members:
+        own[UPDATE] /= members
+    inside = all_reduce(situation, situation.profile.model.gradients, members, near)
+    return Groups(groups, every, members, near == 1, own, inside)
