@@ -18,7 +18,7 @@ import spartito as sp
 from spartito.data.blocks.locating import images_at
 from spartito.data.images import SUBSETS, Subset, read_image
 from spartito.data.source import BlockSource
-from spartito.recipes.options import finish, go_on, parse, run_folder
+from spartito.recipes.options import fit, parse, run_folder
 
 BLOCKS = 16
 """Of packed photos, among which one is moved."""
@@ -63,19 +63,8 @@ def main() -> None:
         run_dir=out,
         about={"recipe": {"name": "cats_vs_dogs"}, "data": {"classes": list(photos.classes)}},
     )
-    backups = go_on(trainer, options)
-    trainer.fit(
-        train,
-        epochs=options.epochs,
-        validation_data=validation.batch(options.batch_size),
-        callbacks=[
-            sp.callbacks.ModelCheckpoint(monitor="val_accuracy", keep=3),
-            sp.callbacks.TensorBoard(),
-            backups,
-        ],
-    )
-    finish(trainer, options)
-    strategy.close()
+    best = sp.callbacks.ModelCheckpoint(monitor="val_accuracy", keep=3)
+    fit(trainer, options, train, validation.batch(options.batch_size), best)
 
 
 def photos_of(where: str, subset: Subset) -> sp.data.Dataset:

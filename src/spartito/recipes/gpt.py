@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import spartito as sp
-from spartito.recipes.options import finish, go_on, parse, run_folder
+from spartito.recipes.options import fit, parse, run_folder
 
 
 def main() -> None:
@@ -51,15 +51,7 @@ def main() -> None:
         run_dir=out,
         about={"recipe": {"name": "gpt"}, "data": {"classes": list(text.classes)}},
     )
-    backups = go_on(trainer, options)
-    trainer.fit(
-        train,
-        epochs=options.epochs,
-        validation_data=validation,
-        callbacks=[sp.callbacks.ModelCheckpoint(keep=3), sp.callbacks.TensorBoard(), backups],
-    )
-    finish(trainer, options)
-    strategy.close()
+    fit(trainer, options, train, validation, sp.callbacks.ModelCheckpoint(keep=3))
 
 
 def build(characters: int) -> sp.models.GPT:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import spartito as sp
 from spartito.data.images import read_image
-from spartito.recipes.options import finish, go_on, parse, run_folder
+from spartito.recipes.options import fit, parse, run_folder
 
 
 def main() -> None:
@@ -43,15 +43,8 @@ def main() -> None:
         run_dir=out,
         about={"recipe": {"name": "mnist"}, "data": {"classes": list(train.classes)}},
     )
-    backups = go_on(trainer, options)
-    trainer.fit(
-        train.shuffle().batch(options.batch_size),
-        epochs=options.epochs,
-        validation_data=validation.batch(500),
-        callbacks=[sp.callbacks.ModelCheckpoint(keep=3), sp.callbacks.TensorBoard(), backups],
-    )
-    finish(trainer, options)
-    strategy.close()
+    best = sp.callbacks.ModelCheckpoint(keep=3)
+    fit(trainer, options, train.shuffle().batch(options.batch_size), validation.batch(500), best)
 
 
 def build() -> nn.Module:

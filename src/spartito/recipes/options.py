@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spartito.checkpoint.manager import CheckpointManager
+from spartito.data.dataset import Dataset
 from spartito.errors import UserError
 from spartito.names import ENV_QUEUED_AGAIN, ENV_RESUME, ENV_RUN_DIR, RECIPE_SEED, new_run_folder
 from spartito.report.lines import line_of
 from spartito.strategies import Strategy
 from spartito.training.backups.folder import BACKUPS, LocalBackups, folder_of
-from spartito.training.callbacks import BackupAndRestore
+from spartito.training.callbacks import BackupAndRestore, ModelCheckpoint, TensorBoard
 from spartito.training.trainer import Trainer
 
 EVERY = 100
@@ -87,6 +88,25 @@ def run_folder(options: Options, strategy: Strategy, recipe: str) -> Path:
     return Path(strategy.coordination.tell_all(new_run_folder(recipe))[0])
 
 
+def fit(
+    trainer: Trainer,
+    options: Options,
+    train: Dataset,
+    validation: Dataset,
+    checkpoints: ModelCheckpoint,
+) -> None:
+    """Train as the options say, close the strategy, and say what came out."""
+    backups = go_on(trainer, options)
+    trainer.fit(
+        train,
+        epochs=options.epochs,
+        validation_data=validation,
+        callbacks=[checkpoints, TensorBoard(), backups],
+    )
+    _finish(trainer, options)
+    trainer.strategy.close()
+
+
 def go_on(trainer: Trainer, options: Options) -> BackupAndRestore:
     """Have ``--resume`` go on from the newest checkpoint or backup; the callback is for `fit`.
 
@@ -105,7 +125,7 @@ def go_on(trainer: Trainer, options: Options) -> BackupAndRestore:
     return BackupAndRestore(every=EVERY)
 
 
-def finish(trainer: Trainer, options: Options) -> None:
+def _finish(trainer: Trainer, options: Options) -> None:
     """On the chief: say what came out, and where it lies."""
     out = trainer.run_dir
     if out is None or not trainer.is_chief:
