@@ -5,7 +5,6 @@ Its reader opens files by their paths, so they have to lie on this machine.
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from spartito.data.blocks.formats import (
     rows_before,
 )
 from spartito.errors import UserError
+from spartito.packages import package
 from spartito.storage.files import File, RangeReader
 
 TARGET = 4 << 20
@@ -77,12 +77,9 @@ class ArrayRecords:
 
 
 def _package() -> Any:
-    try:
-        return importlib.import_module("array_record.python.array_record_module")
-    except ImportError as error:
-        raise UserError(
-            f"ArrayRecord files cannot be read: {error}", "pip install 'spartito[array-record]'."
-        ) from error
+    name = "array_record.python.array_record_module"
+    remedy = "pip install 'spartito[array-record]'."
+    return package(name, "ArrayRecord files cannot be read", remedy)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ is opened: what is added later is not seen.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from bisect import bisect_right
@@ -28,6 +27,7 @@ from spartito.data.blocks.formats import (
 )
 from spartito.errors import UserError
 from spartito.names import nearest
+from spartito.packages import package
 from spartito.storage.files import File, Files, RangeReader
 from spartito.urls import is_remote, local_path
 
@@ -134,12 +134,7 @@ def open_table(url: str) -> tuple[Files, str, list[File]]:
 
 
 def _package() -> Any:
-    try:
-        return importlib.import_module("lance")
-    except ImportError as error:
-        raise UserError(
-            f"tables of Lance cannot be read: {error}", "pip install 'spartito[lance]'."
-        ) from error
+    return package("lance", "tables of Lance cannot be read", "pip install 'spartito[lance]'.")
 
 
 def _table(url: str, number: int | None = None) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from spartito.data.blocks.arrow_columns import column_values
 from spartito.data.blocks.formats import Block, Columns, FileIndex, Span
 from spartito.errors import UserError
 from spartito.names import nearest
+from spartito.packages import package
 from spartito.storage.files import File, RangeReader
 
 MAGIC = b"PAR1"
@@ -34,13 +34,7 @@ class Parquet:
 
     def __init__(self, columns: tuple[str, ...] | None = None) -> None:
         self._columns = columns
-        try:
-            self._parquet: Any = importlib.import_module("pyarrow.parquet")
-            self._arrow: Any = importlib.import_module("pyarrow")
-        except ImportError as error:
-            raise UserError(
-                f"Parquet files cannot be read: {error}", "pip install 'spartito[parquet]'."
-            ) from error
+        self._parquet, self._arrow = pyarrow("read")
 
     def index(self, file: RangeReader, facts: File) -> FileIndex:
         """As `Format.index`: of the file only its footer is read."""
@@ -104,6 +98,12 @@ class Parquet:
         """The row group of a block: those without rows are none."""
         filled = (g for g in range(metadata.num_row_groups) if metadata.row_group(g).num_rows)
         return next(number for position, number in enumerate(filled) if position == block)
+
+
+def pyarrow(done: str) -> tuple[Any, Any]:
+    """``pyarrow.parquet`` and ``pyarrow``; a `UserError` says what files cannot be without."""
+    why = f"Parquet files cannot be {done}", "pip install 'spartito[parquet]'."
+    return package("pyarrow.parquet", *why), package("pyarrow", *why)
 
 
 class _Parts(io.RawIOBase):

@@ -6,7 +6,6 @@ for the same rows. What a format cannot hold is refused before anything of it is
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import tarfile
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from spartito.data.blocks.parquet import pyarrow
 from spartito.data.blocks.tars import DECODERS
 from spartito.data.packing.columns import KEY, Column, Row, plain_key
 from spartito.errors import UserError
@@ -70,13 +70,7 @@ class ParquetWriting:
     suffix = ".parquet"
 
     def __init__(self, columns: Sequence[Column]) -> None:
-        try:
-            self._arrow: Any = importlib.import_module("pyarrow")
-            self._parquet: Any = importlib.import_module("pyarrow.parquet")
-        except ImportError as error:
-            raise UserError(
-                f"Parquet files cannot be written: {error}", "pip install 'spartito[parquet]'."
-            ) from error
+        self._parquet, self._arrow = pyarrow("written")
         self.names: Mapping[str, str] = {}
         self.version = f"pyarrow {self._arrow.__version__}, row groups of {BLOCK}"
         self._columns = {column.name: column for column in columns}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spartito.errors import EXIT_TASK_LOST, UserError
+from spartito.packages import package
 from spartito.wire.addresses import split_address
 from spartito.wire.dialing import connect
 
@@ -34,12 +35,7 @@ def connected(address: str | None, ended: Ended) -> Iterator[Any]:
     A program that has a connection already keeps it, then and afterwards. One whose own cannot be
     closed, as the cluster is gone, exits as its job ``ended``. Raises `UserError`.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise UserError(
-            f"Ray cannot be imported: {error}", "pip install 'spartito[ray]'"
-        ) from error
+    ray = package("ray", "Ray cannot be imported", "pip install 'spartito[ray]'")
     if ray.is_initialized():
         if address is not None:
             raise UserError(

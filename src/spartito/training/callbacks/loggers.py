@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from spartito.errors import UserError
+from spartito.packages import package
 from spartito.report.figures import scalars
 from spartito.training.callback import Callback, Logs
 
@@ -150,10 +149,5 @@ class MLflowLogger(Logger):
 
 
 def _package(name: str, distribution: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(
-            f"the package {name} cannot be imported: {error}",
-            f"pip install {distribution}, or pip install 'spartito[loggers]'.",
-        ) from error
+    remedy = f"pip install {distribution}, or pip install 'spartito[loggers]'."
+    return package(name, f"the package {name} cannot be imported", remedy)
