@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from spartito.errors import UserError
-from spartito.names import ENV_SHARE_DEVICES
+from spartito.names import ENV_SHARE_DEVICES, plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,8 +310,7 @@ def _has_number(device: torch.device) -> bool:
 
 
 def _listed(name: str) -> str:
-    count = device_count(name)
-    return f"{count} {name} device{'s' * (count != 1)}"
+    return plural(device_count(name), f"{name} device")
 
 
 def rounding_id(device: torch.device) -> int:

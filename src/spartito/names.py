@@ -102,6 +102,11 @@ def divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
+def plural(count: int, word: str, several: str = "") -> str:
+    """``1 epoch``, ``2 epochs``."""
+    return f"{count} {word if count == 1 else several or word + 's'}"
+
+
 def size(count: float) -> str:
     """Bytes as a person reads them: ``312 MB``, ``1.4 GB``, ``2.1 kB``."""
     for name, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

@@ -17,7 +17,7 @@ from spartito.launch.job import Program
 from spartito.launch.lines.line import Link
 from spartito.launch.processes.throttle import FULL, slow_tasks
 from spartito.launch.target import check_program
-from spartito.names import ENV_EPOCHS, RECIPE_SEED, nearest
+from spartito.names import ENV_EPOCHS, RECIPE_SEED, nearest, plural
 from spartito.registry import default_name, names_anywhere, simplest_first, strategy_info
 
 ALL = "all"
@@ -63,10 +63,10 @@ class Planned:
 
     def __str__(self) -> str:
         """As progress says it: ``mirrored, 2 workers``."""
-        parts = [str(self.strategy), f"{self.workers} worker{'s' if self.workers > 1 else ''}"]
+        parts = [str(self.strategy), plural(self.workers, "worker")]
         parts += [f"repeat {self.repeat}"] if self.repeat > 1 else []
         if self.threads is not None:
-            parts.append(f"{self.threads} thread{'s' if self.threads > 1 else ''}")
+            parts.append(plural(self.threads, "thread"))
         parts += [f"{self.ps} ps"] if self.ps else []
         parts += [f"batch size {self.batch_size}"] if self.batch_size is not None else []
         parts += [f"{task} at {fraction:.0%}" for task, fraction in self.slow.items()]

@@ -14,6 +14,7 @@ from spartito.doctor.rules.judge import judge
 from spartito.doctor.rules.verdict import Verdict, exit_code
 from spartito.doctor.wording import amount, duration, rate
 from spartito.errors import EXIT_TASK_LOST
+from spartito.names import plural
 
 WIDEST_MATRIX = 10
 """More tasks than this, and only the slowest connections are listed."""
@@ -66,8 +67,8 @@ def closing(findings: Findings, verdicts: Sequence[Verdict]) -> str:
     there, expected = len(findings.responsive), len(findings.addresses)
     code = exit_code(verdicts)
     warnings = sum(verdict.severity == "warning" for verdict in verdicts)
-    but = f", but look at the {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
-    tasks = f"{there} of {expected} task{'s' * (expected > 1)} {'is' if there == 1 else 'are'} here"
+    but = f", but look at the {plural(warnings, 'warning')}" if warnings else ""
+    tasks = f"{there} of {plural(expected, 'task')} {'is' if there == 1 else 'are'} here"
     part = any(v.kind == "not measured" and v.severity == "warning" for v in verdicts)
     well = "nothing that was measured is wrong" if part else "all is well"
     how = {0: f"{well}{but}", EXIT_TASK_LOST: "not all respond: see above"}

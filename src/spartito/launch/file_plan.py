@@ -18,7 +18,7 @@ from spartito.declared import Declared
 from spartito.errors import UserError
 from spartito.launch.job import JobSpec
 from spartito.launch.processes.roles import Roles
-from spartito.names import ENV_STRATEGY, ENV_TIMEOUT, ENV_TLS
+from spartito.names import ENV_STRATEGY, ENV_TIMEOUT, ENV_TLS, plural
 from spartito.registry import default_name, strategy_info
 
 NAMES = {"ps": "parameter server"}
@@ -53,8 +53,7 @@ class Planned:
     def who(self) -> str:
         """Those, as a sentence has them."""
         return ", ".join(
-            f"{count} {NAMES.get(role, role)}{'s' if count > 1 else ''}"
-            for role, count in self.counts.items()
+            plural(count, NAMES.get(role, role)) for role, count in self.counts.items()
         )
 
     @property

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from spartito.errors import UserError
-from spartito.names import divisors, nearest
+from spartito.names import divisors, nearest, plural
 
 Asked = int | str | Sequence[Sequence[int]]
 """What a strategy's ``groups`` may be."""
@@ -91,7 +91,7 @@ def sites_of(asked: Sites, groups: int) -> Members:
 def _divided(asked: int, count: int, part: str, of: str) -> Members:
     if asked < 1 or count % asked:
         raise UserError(
-            f"{part}s={asked} of {count} {of}{'s'[: count > 1]}",
+            f"{part}s={asked} of {plural(count, of)}",
             f"It divides their number ({divisors(count)}); uneven ones are listed: "
             f"{part}s=[[0, 1], [2]].",
         )

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from spartito.errors import UserError
 from spartito.launch.lines.line import Link
-from spartito.names import nearest
+from spartito.names import nearest, plural
 
 _BYTES = {"": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]B)")
@@ -133,9 +133,9 @@ class Cluster:
     @property
     def spoken(self) -> str:
         """As a sentence says it: ``4 machines with 2 workers each at 1 Gbit/s``."""
-        each = f"{self.workers} worker{'s' * (self.workers > 1)}"
+        each = plural(self.workers, "worker")
         if self.machines == 1:
-            return f"{each} on one machine with {self.cores} core{'s' * (self.cores > 1)}"
+            return f"{each} on one machine with {plural(self.cores, 'core')}"
         assert self.link is not None, "checked above"
         return f"{self.machines} machines with {each} each at {self.link.spoken}"
 

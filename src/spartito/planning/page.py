@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spartito.names import size
+from spartito.names import plural, size
 from spartito.planning.costs.parts import WAITS
 from spartito.planning.scaling import Curve, curves
 from spartito.planning.search import Choice, Goal, Outcome
@@ -16,7 +16,6 @@ from spartito.planning.table import columns, command, heading, record, sentences
 from spartito.registry import strategy_info
 from spartito.report.bars import Bar, Bars
 from spartito.report.charts import SERIES, Chart, Line, drawn, page_colour
-from spartito.report.figures import plural
 from spartito.report.page import OF_A_PAGE
 from spartito.report.templating import page_template
 from spartito.storage.atomic import writable, write_file_atomically

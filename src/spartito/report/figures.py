@@ -113,8 +113,3 @@ def finite(values: Iterable[Any]) -> list[float]:
     """Those of ``values`` that are finite numbers."""
     numbers = map(number, values)
     return [value for value in numbers if value is not None and math.isfinite(value)]
-
-
-def plural(count: int, word: str, several: str = "") -> str:
-    """``1 epoch``, ``2 epochs``."""
-    return f"{count} {word if count == 1 else several or word + 's'}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spartito.errors import UserError
-from spartito.names import FOR_DATA, RATE
+from spartito.names import FOR_DATA, RATE, plural
 from spartito.report.bars import Bars, staleness_bars
 from spartito.report.charts import NEUTRAL, SERIES, TRAINING, Chart, Line, drawn, page_colour
 from spartito.report.charts import VALIDATION as VALIDATION_COLOUR
@@ -28,7 +28,6 @@ from spartito.report.figures import (
     label,
     metric_names,
     number,
-    plural,
     scalars,
 )
 from spartito.report.layouts import layout_bars

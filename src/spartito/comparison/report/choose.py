@@ -28,14 +28,13 @@ from spartito.comparison.report.results import (
     is_disturbed,
     is_same_engine,
 )
-from spartito.names import size
+from spartito.names import plural, size
 from spartito.registry import is_asynchronous
 from spartito.report.figures import (
     duration,
     figure,
     higher_is_better,
     label,
-    plural,
     points,
 )
 

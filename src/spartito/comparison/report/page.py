@@ -18,9 +18,9 @@ from spartito.comparison.report.results import (
     read_comparison,
 )
 from spartito.comparison.report.table import bars, last_line, table
-from spartito.names import size
+from spartito.names import plural, size
 from spartito.report.charts import drawn, page_colour
-from spartito.report.figures import NOTHING, label, or_nothing, percent, plural
+from spartito.report.figures import NOTHING, label, or_nothing, percent
 from spartito.report.lines import as_json
 from spartito.report.page import OF_A_PAGE
 from spartito.report.templating import page_template

@@ -15,6 +15,7 @@ from typing import Any
 from spartito.comparison.report.outcome import DIVERGED, DONE, FAILED, Outcome, outcome
 from spartito.declared import Declared, parse
 from spartito.errors import UserError
+from spartito.names import plural
 from spartito.report.figures import (
     VALIDATION,
     figure,
@@ -23,7 +24,6 @@ from spartito.report.figures import (
     label,
     metric_names,
     number,
-    plural,
 )
 from spartito.report.lines import json_object
 from spartito.report.page import CONFIG, HISTORY, read_run

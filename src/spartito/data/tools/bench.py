@@ -32,7 +32,7 @@ from spartito.data.images import ImageFolder
 from spartito.data.order import permutation
 from spartito.data.prefetch import reading_threads
 from spartito.errors import UserError, show
-from spartito.names import size
+from spartito.names import plural, size
 from spartito.storage.span_cache import SpanCache
 from spartito.system import forget_file
 from spartito.system.capacity import available_cores
@@ -281,7 +281,7 @@ def limits(rates: Rates, medium: str) -> str:
         medium: Where the data lies, in a word.
     """
     decoded = rates.decode.per_second * rates.cores
-    cores = f"{rates.cores} core{'s' if rates.cores > 1 else ''}"
+    cores = plural(rates.cores, "core")
 
     def said(epoch: str, read: Rate, feed: Rate, where: str) -> str:
         limit = min(read.per_second, decoded)

@@ -8,6 +8,7 @@ from itertools import combinations, permutations
 from spartito.doctor.findings import Findings, Outcome, Pair, Probe, slower_than_back
 from spartito.doctor.rules.verdict import Severity, Verdict, Verdicts
 from spartito.doctor.wording import amount, duration, joined, rate
+from spartito.names import plural
 from spartito.wire.addresses import is_loopback
 
 MEANS = {
@@ -242,7 +243,7 @@ def unmeasured_pairs(findings: Findings) -> Verdicts:
     ]
     for pairs, severity, which in kinds:
         if pairs:
-            count = f"{len(pairs)} connection{'s' * (len(pairs) > 1)}{which}"
+            count = f"{plural(len(pairs), 'connection')}{which}"
             what = (
                 f"{count} {'were' if len(pairs) > 1 else 'was'} not measured: the time was over, "
                 "or a task stopped responding"

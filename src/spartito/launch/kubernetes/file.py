@@ -10,6 +10,7 @@ from spartito.launch.kubernetes.objects import INSTANCE, claim, objects
 from spartito.launch.kubernetes.plan import Pods
 from spartito.launch.kubernetes.values import quantity
 from spartito.launch.yaml_text import comment, commented
+from spartito.names import plural
 
 KIND = {"job": "an Indexed Job", "jobset": "a JobSet", "trainjob": "a TrainJob"}
 ENDED = {"job": "job,service", "jobset": "jobset", "trainjob": "trainjob,trainingruntime"}
@@ -76,10 +77,7 @@ def needs(job: Pods) -> str:
     gpus = f", {job.roles.workers} GPUs" if job.gpus else ""
     if job.tpu is not None:
         gpus = f", {job.roles.workers * job.tpu.chips} TPU chips"
-    return (
-        f"{pods} pod{'s' if pods > 1 else ''}, {_number(cpus)} CPUs, "
-        f"{_number(memory / 2**30)}Gi{gpus}"
-    )
+    return f"{plural(pods, 'pod')}, {_number(cpus)} CPUs, {_number(memory / 2**30)}Gi{gpus}"
 
 
 def image_of_nobody(job: Pods) -> str:

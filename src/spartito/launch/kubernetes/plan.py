@@ -11,6 +11,7 @@ from spartito.cluster.spec import Task
 from spartito.launch.file_plan import Planned
 from spartito.launch.kubernetes.tpus import TpuSlice
 from spartito.launch.processes.roles import RESTARTS
+from spartito.names import plural
 from spartito.wire.addresses import address
 
 PORT = 29500
@@ -77,7 +78,7 @@ class Pods(Planned):
         tasks, pods = self.roles.workers * self.tpu.tasks, self.roles.workers
         each = f" in {pods} pods" if pods > 1 else ""
         several = f"{self.slices} slices" if self.slices > 1 else "a slice"
-        return f"{tasks} worker{'s' if tasks > 1 else ''}{each} on {several} {self.tpu.name}"
+        return f"{plural(tasks, 'worker')}{each} on {several} {self.tpu.name}"
 
     @property
     def alone(self) -> bool:

@@ -17,6 +17,7 @@ from spartito.launch.processes.logs import TaskLog, refused
 from spartito.launch.processes.output import Channel, ErrorChannel
 from spartito.launch.processes.roles import Roles
 from spartito.launch.processes.throttle import FULL
+from spartito.names import plural
 from spartito.system.capacity import MemoryKills
 
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP})
@@ -307,18 +308,14 @@ def out_of_memory(kills: MemoryKills) -> str:
     if kills.group > 0:
         return (
             ", most likely because memory ran out (the kernel counts "
-            f"{_plural(kills.group)} for that in its control group)"
+            f"{plural(kills.group, 'kill')} for that in its control group)"
         )
     if kills.machine > 0:
         return (
             ", perhaps because memory ran out (the kernel counts "
-            f"{_plural(kills.machine)} for that on this machine)"
+            f"{plural(kills.machine, 'kill')} for that on this machine)"
         )
     return ""
-
-
-def _plural(kills: int) -> str:
-    return f"{kills} kill{'s' if kills > 1 else ''}"
 
 
 def _signal_name(number: int) -> str:

@@ -9,6 +9,7 @@ from zlib import crc32
 from spartito.cluster.address_list import count
 from spartito.cluster.tpu import TOPOLOGY, Slice
 from spartito.errors import UserError
+from spartito.names import plural
 from spartito.system.tpus import Attached
 from spartito.wire.addresses import address
 from spartito.wire.ports import free_ports
@@ -125,6 +126,6 @@ def of_tpu(
 def _odd(workers: int, found: Attached) -> str:
     kind = f"{found.devices} devices of a {found.generation} TPU"
     return (
-        f"{workers} worker{'s' if workers > 1 else ''} on a machine with {kind}, which they do not "
+        f"{plural(workers, 'worker')} on a machine with {kind}, which they do not "
         "fill: torch_tpu was told nothing of it"
     )

@@ -19,6 +19,7 @@ from spartito.names import (
     ENV_SECRET_FILE,
     ENV_STRATEGY,
     ENV_TLS,
+    plural,
 )
 
 if TYPE_CHECKING:
@@ -329,8 +330,3 @@ def _end(job: BatchJob) -> Iterator[str]:
         yield '    echo "spartito: $code: no restart after $restarts of them" >&2'
         yield "fi"
     yield "exit $code"
-
-
-def plural(count: int, what: str) -> str:
-    """``3 nodes``, ``1 node``."""
-    return f"{count} {what}{'s' if count > 1 else ''}"

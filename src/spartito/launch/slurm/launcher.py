@@ -22,7 +22,6 @@ from spartito.launch.slurm.file import (
     BatchJob,
     batch_file,
     options_of,
-    plural,
 )
 from spartito.launch.slurm.values import (
     Array,
@@ -39,6 +38,7 @@ from spartito.launch.slurm.values import (
     time_seconds,
 )
 from spartito.launch.target import check_folder, inside_here, quoted
+from spartito.names import plural
 from spartito.registry import default_name, strategy_info
 
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from spartito.errors import UserError
 from spartito.launch.processes.roles import Roles
+from spartito.names import plural
 from spartito.registry import is_asynchronous
 
 VALUE = re.compile(r"[A-Za-z0-9_.,:=+@/-]+")
@@ -148,9 +149,8 @@ def check_gpus(
     here = -(-roles.workers // nodes)
     if counts and sum(counts) < here and not is_asynchronous(strategy):
         option, value = ("gpus-per-node", f"{here}") if per_node else ("gres", f"gpu:{here}")
-        count = sum(counts)
         raise UserError(
-            f"--{option} {per_node or gres} is {count} GPU{'s' * (count > 1)} for each node, where "
+            f"--{option} {per_node or gres} is {plural(sum(counts), 'GPU')} for each node, where "
             f"{here} workers will be",
             f"Write --{option} {value}.",
         )
@@ -245,7 +245,7 @@ def check_ports(ports: range, array: Array, tasks: int) -> None:
     if len(ports) < needed:
         raise UserError(
             f"--ports {ports[0]}-{ports[-1]} are {len(ports)} ports, but --array {array.text} with "
-            f"{tasks} task{'s' * (tasks > 1)} of each run on a node needs {needed}",
+            f"{plural(tasks, 'task')} of each run on a node needs {needed}",
             "Leave --ports out: they follow from the job's number then.",
         )
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.errors import UserError
-from spartito.names import nearest
+from spartito.names import nearest, plural
 from spartito.notes import warn
 from spartito.outer.groups import (
     TOKENS,
@@ -69,7 +69,7 @@ class Apart:
         quorum, grace = self.quorum, self.grace
         if isinstance(quorum, bool) or not isinstance(quorum, int) or not 1 <= quorum <= count:
             raise UserError(
-                f"quorum={quorum!r} of {count} group{'s'[: count > 1]}",
+                f"quorum={quorum!r} of {plural(count, 'group')}",
                 f"So many groups are waited for: from 1 (nobody waits) to {count} (all); "
                 'quorum={"groups": 1, "grace": 0.5} waits half a second for others.',
             )

@@ -8,7 +8,7 @@ from inspect import Parameter, signature
 from typing import Any
 
 from spartito.errors import UserError
-from spartito.names import nearest
+from spartito.names import nearest, plural
 from spartito.training.callback import Callback
 
 HOOKS: Mapping[str, int] = {
@@ -48,7 +48,7 @@ def _fitted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     if not _takes(function, count + 1):
         raise UserError(
-            f"{name}={function!r} does not take {count} argument{'s' * (count != 1)}",
+            f"{name}={function!r} does not take {plural(count, 'argument')}",
             f"Callback.{name} has the arguments: {', '.join(_arguments(name)) or 'none'}.",
         )
 
