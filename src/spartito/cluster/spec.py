@@ -87,6 +87,11 @@ class ClusterSpec:
         return self.rank == 0 and self.task.type in REPLICA_ROLES
 
     @property
+    def is_evaluator(self) -> bool:
+        """Whether this task stands outside the training and evaluates its checkpoints."""
+        return self.task.type == EVALUATOR
+
+    @property
     def spans_hosts(self) -> bool:
         """Whether tasks run on several hosts, as far as addresses or local ranks tell."""
         addresses = [address for tasks in self.addresses.values() for address in tasks]

@@ -120,7 +120,7 @@ def go_on(trainer: Trainer, options: Options) -> BackupAndRestore:
         # Who replaces a lost worker finds what was written meanwhile: the chief's word counts.
         if coordination.publish(lambda: saved):
             trainer.load(out / CHECKPOINTS)
-        elif trainer.is_chief and not coordination.is_evaluator and not options.resume:
+        elif trainer.is_chief and not coordination.job.is_evaluator and not options.resume:
             LocalBackups(out / BACKUPS / folder_of(1)).remove()
     return BackupAndRestore(every=EVERY)
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from spartito.accelerators import rounding_id
-from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
+from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, Traffic
 from spartito.engine.batchnorm import average_statistics
 from spartito.engine.buffers import (
@@ -156,16 +156,6 @@ class Coordination(ABC):
         self._pairs = pairs
 
     @property
-    def task(self) -> Task:
-        """Which task of the job this process is."""
-        return self.job.task
-
-    @property
-    def is_evaluator(self) -> bool:
-        """Whether this task stands outside the training and evaluates its checkpoints."""
-        return self.job.task.type == EVALUATOR
-
-    @property
     def decides(self) -> bool:
         """Whether this task sees the whole training: it evaluates, and its callbacks run."""
         return True
@@ -301,7 +291,7 @@ class Coordination(ABC):
     def record(self, figures: dict[str, Any]) -> None:
         """Keep what this task did in the run folder, if there is one."""
         if self.record_to is not None:
-            write_record(self.record_to, self.task, figures)
+            write_record(self.record_to, self.job.task, figures)
 
 
 def attempt_together(

@@ -393,7 +393,7 @@ class Pipelines:
         divisor = pair.gradients.begin(self._team.divisor(batch))
         output, total, weight = None, 0.0, 0.0
         if batch.size:
-            with telling(self.messages, self._team.task):
+            with telling(self.messages, self._team.job.task):
                 output, total, weight = passes.train(batch, loss, divisor, self.messages)
         elif pair.randomness is not None:
             pair.randomness.abstain()
@@ -406,7 +406,7 @@ class Pipelines:
         passes = self._ready(pair, batch, loss is not None)
         if not batch.size:
             return 0.0, 0.0, None
-        with telling(self.messages, self._team.task):
+        with telling(self.messages, self._team.job.task):
             output, sums, like = passes.look(batch, loss, True, self.messages)
         total, weight = self._line.all_reduce(sums).tolist()
         return total, weight, told(self._line, output, like, self._last, self._team.device)
@@ -416,7 +416,7 @@ class Pipelines:
         shown = of_spare_rows(batch)
         passes = self._ready(pair, shown, has_loss)
         loss = nothing if has_loss else None  # it tells how the model is called
-        with telling(self.messages, self._team.task):
+        with telling(self.messages, self._team.job.task):
             output, _, like = passes.look(shown, loss, False, self.messages)
         output = told(self._line, output, like, self._last, self._team.device)
         if not batch.size:
@@ -459,7 +459,7 @@ class Pipelines:
         """At the end of an epoch: keep what tasks did in its last step, for the report."""
         team = self._team
         actions = [action for passes in self.passes.values() for action in passes.timeline()]
-        own = {"name": str(team.task), "shard": team.data_shard[0], "actions": actions}
+        own = {"name": str(team.job.task), "shard": team.data_shard[0], "actions": actions}
         own["line"] = list(self._line.ranks)
         said = [json.loads(text) for text in team.coordination.tell_all(json.dumps(own))]
         self.timelines = [said[rank] for rank in said[0].pop("line")][::-1]

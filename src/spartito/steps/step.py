@@ -123,7 +123,7 @@ class Step:
     @property
     def task(self) -> Task:
         """As `Strategy.task`."""
-        return self.team.task
+        return self.team.job.task
 
     @property
     def is_chief(self) -> bool:
@@ -166,7 +166,7 @@ class Step:
     ) -> tuple[nn.Module, Optimizer]:
         """As `Strategy.prepare`."""
         team, placement = self.team, self.parts.placement
-        precision = choose_precision(settings.precision, team.device, team.task.type != "ps")
+        precision = choose_precision(settings.precision, team.device, team.job.task.type != "ps")
         settings = replace(settings, precision=precision)
         settings.check()
         self.parts.exchange.check(optimizer, settings)

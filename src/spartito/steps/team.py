@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from spartito.cluster.recovery import Recovery
-from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
+from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.rendezvous import Rendezvous
 from spartito.data.batch import Batch
@@ -65,7 +65,7 @@ class Team:
         self.name, self.job, self.device = name, job, device
         self.outer: OuterLoop = outer or EveryStep()
         self.communication, self._timeout = communication, timeout
-        self.cluster = job.apart() if self.is_evaluator else job
+        self.cluster = job.apart() if job.is_evaluator else job
         self.topology: Topology = OneShardEach()
         self.groups = Groups.alone()
         self.replicas: Collective = IdentityCollective()
@@ -147,19 +147,9 @@ class Team:
         return self.outer.inside(self.cluster)
 
     @property
-    def task(self) -> Task:
-        """Which task of the job this process is."""
-        return self.job.task
-
-    @property
     def is_chief(self) -> bool:
         """Whether this task writes files and prints."""
         return self.cluster.is_chief
-
-    @property
-    def is_evaluator(self) -> bool:
-        """Whether this task stands outside the training and evaluates its checkpoints."""
-        return self.job.task.type == EVALUATOR
 
     @property
     def own_shard(self) -> tuple[int, int]:

@@ -42,14 +42,7 @@ class CentralStorageStrategy(Strategy):
     parameter_device: torch.device | str = "cpu"
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`.
-
-        Args:
-            team: The tasks that make its steps.
-
-        Returns:
-            What these are made of.
-        """
+        """As `Strategy.parts`."""
         check_devices(self.parameter_device)
         team.communication = THROUGH_HOST
         exchange = OneCopy(team)

@@ -20,7 +20,7 @@ from spartito.checkpoint.saving import Unwritten
 from spartito.cluster.limits import time_limit
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.resolver import resolve
-from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
+from spartito.cluster.spec import ClusterSpec, Task
 from spartito.data.batch import Batch
 from spartito.declared import Declared, described, parse
 from spartito.engine.devices import choose_device
@@ -49,8 +49,7 @@ class _Present:
 
     def __set__(self, strategy: Strategy, given: ClusterSpec | None) -> None:
         job = resolve() if given is None else given
-        is_apart = job.task.type == EVALUATOR
-        strategy.__dict__.update(job=job, _tasks=job.apart() if is_apart else job)
+        strategy.__dict__.update(job=job, _tasks=job.apart() if job.is_evaluator else job)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -154,7 +153,7 @@ class Strategy:
         device = choose_device(whole.device, whole._tasks)
         use(device)
         team = Team(self.name, job, device, outer, whole.timeout, whole.communication)
-        if not team.is_evaluator:
+        if not team.job.is_evaluator:
             team.check(team.cluster)
         team.recovery = self._recovery_of(whole, team)
         return Step(
@@ -249,7 +248,7 @@ class Strategy:
     @property
     def is_evaluator(self) -> bool:
         """Whether this task stands outside the training and evaluates its checkpoints."""
-        return self.job.task.type == EVALUATOR
+        return self.job.is_evaluator
 
     @property
     def data_shard(self) -> tuple[int, int]:

@@ -59,14 +59,7 @@ class MeshStrategy(Strategy):
     compress: Compress = None
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`.
-
-        Args:
-            team: The tasks that make its steps.
-
-        Returns:
-            What these are made of.
-        """
+        """As `Strategy.parts`."""
         if self.mesh is not None and self.model is not None:
             raise UserError(
                 f"mesh={dict(self.mesh)} and model={self.model}",
@@ -78,7 +71,7 @@ class MeshStrategy(Strategy):
                 "Leave it out, or choose strategy 'mirrored'.",
             )
         rules, tasks = read_rules(self.layout), team.tasks.world_size
-        mesh, layout = mesh_of(self.mesh, self.model, rules, tasks, team.is_evaluator)
+        mesh, layout = mesh_of(self.mesh, self.model, rules, tasks, team.job.is_evaluator)
         mesh.check(tasks)
         topology = Grid(mesh, layout.batch_axis, self.zero > 0)
         exchange: Exchange = AllReduce(team, compress=self.compress, overlaps=False)

@@ -26,12 +26,5 @@ class MirroredStrategy(Strategy):
     find_unused_parameters: bool | None = None
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`.
-
-        Args:
-            team: The tasks that make its steps.
-
-        Returns:
-            What these are made of.
-        """
+        """As `Strategy.parts`."""
         return replicas(team, AllReduce(team, find_unused=self.find_unused_parameters))

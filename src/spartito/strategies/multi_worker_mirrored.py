@@ -38,14 +38,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     bucket_bytes: int = BUCKET
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`.
-
-        Args:
-            team: The tasks that make its steps.
-
-        Returns:
-            What these are made of.
-        """
+        """As `Strategy.parts`."""
         exchange = AllReduce(
             team,
             find_unused=self.find_unused_parameters,

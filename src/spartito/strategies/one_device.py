@@ -19,12 +19,5 @@ class OneDeviceStrategy(Strategy):
     nests = False
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`.
-
-        Args:
-            team: The tasks that make its steps.
-
-        Returns:
-            What these are made of.
-        """
+        """As `Strategy.parts`."""
         return replicas(team, AllReduce(team))

@@ -124,10 +124,10 @@ class ParameterServerStrategy(Strategy):
         options = replace(options, timeout=time_limit(self.timeout), recovery=recovery)
         device = choose_device(self.device, self.cluster)
         team = ServedTeam(self.name, self.job, device)
-        if not team.is_evaluator:
+        if not team.job.is_evaluator:
             team.check(team.cluster)
         team.service = service = Service.of(team, rules, options, self.groups, apart)
-        own, inside = service.group_of(team.task), self._check_inside(service)
+        own, inside = service.group_of(team.job.task), self._check_inside(service)
         if service.apart is not None and own >= 0:
             team.name, team.group = inside.name, cluster_of(team.cluster, service.members[own])
             strategy_info(inside.name).check(team.group.world_size, team.group.local_size, 0)

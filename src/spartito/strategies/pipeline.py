@@ -73,14 +73,7 @@ class PipelineStrategy(Strategy):
     compress: Compress = None
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`.
-
-        Args:
-            team: The tasks that make its steps.
-
-        Returns:
-            What these are made of.
-        """
+        """As `Strategy.parts`."""
         check_options(self.stages, self.microbatches, self.split)
         schedule, per_task = schedules.parse(self.schedule)
         if team.communication == "ddp":
@@ -89,7 +82,7 @@ class PipelineStrategy(Strategy):
             )
         rules, tasks = read_rules(self.layout), team.tasks.world_size
         mesh = mesh_of_stages(self.mesh, self.stages, per_task, tasks)
-        if team.is_evaluator:  # alone: it has the whole model
+        if team.job.is_evaluator:  # alone: it has the whole model
             mesh = Mesh(dict.fromkeys(mesh.axes, 1))
         mesh.check(tasks)
         layout = layout_without_stages(rules, mesh, default=rules == DEFAULT)

@@ -53,14 +53,7 @@ class ShardedStrategy(Strategy):
     compress: Compress = None
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`.
-
-        Args:
-            team: The tasks that make its steps.
-
-        Returns:
-            What these are made of.
-        """
+        """As `Strategy.parts`."""
         self._check(team)
         exchange = Sharded(
             team,

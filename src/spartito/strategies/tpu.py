@@ -35,14 +35,7 @@ class TPUStrategy(Strategy):
     device: torch.device | str | None = "tpu"
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`.
-
-        Args:
-            team: The tasks that make its steps.
-
-        Returns:
-            What these are made of.
-        """
+        """As `Strategy.parts`."""
         exchange = AllReduce(team)
         computation = WholeModel(team, run=FullBatches()) if self.fill else None
         return replicas(team, exchange, computation)

@@ -106,7 +106,7 @@ class Evaluator:
         self._chief = trainer.coordination.job.name_of(0)
         self._before = look(self._manager.directory)
         self._limit = time_limit()
-        self._silence = Silence(str(trainer.coordination.task))
+        self._silence = Silence(str(trainer.coordination.job.task))
         self._sequences: dict[tuple[str, int, int], int] = {}
         self._arriving: dict[Path, float] = {}  # since when
         self._first: int | None = None

@@ -295,7 +295,7 @@ class Trainer:
         if is_wanted():
             profile_and_end(self, chain, steps_per_epoch)
         apart = self.coordination.job.has_evaluator and validation_data is not None
-        self.left_to_evaluator = apart and not self.coordination.is_evaluator
+        self.left_to_evaluator = apart and not self.coordination.job.is_evaluator
         self.schedule.check_figures(
             (metric.name for metric in self.metrics),
             validates=validation_data is not None and not self.left_to_evaluator,
@@ -315,7 +315,7 @@ class Trainer:
             raise UserError(f"{len(backups)} BackupAndRestore in one fit", "Give one of them.")
         backup = backups[0] if backups else None
         self.notice = backup.notice if backup else Notice()
-        if self.coordination.is_evaluator:
+        if self.coordination.job.is_evaluator:
             self.notice.at_once = True
             with self.notice, self._stepping(True):
                 self.history = follow(self, self._given, validation, self._fits, bool(verbose))

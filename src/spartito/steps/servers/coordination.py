@@ -267,7 +267,7 @@ class LeasedCoordination(Coordination):
         """The way to the servers; `UserError` for a task that computes nothing."""
         if self.pusher is None:
             raise UserError(
-                f"training on {self.task}, which has left the job or was never in it",
+                f"training on {self.job.task}, which has left the job or was never in it",
                 "Train before strategy.close(), on a chief or worker.",
             )
         return self.pusher

@@ -114,7 +114,7 @@ class Service:
                 "A server that copies from another has no record of the updates before: "
                 "leave one of them out.",
             )
-        whole = team.job if team.is_evaluator else team.cluster
+        whole = team.job if team.job.is_evaluator else team.cluster
         workers = workers_of(whole)
         found = apart(groups, asked, rules, whole, workers)
         members = members_of(found, workers)
@@ -199,7 +199,7 @@ class ServedTeam(Team):
         )  # fmt: skip
         self.groups = Groups(rendezvous, self.group, self._connect)
         if several:
-            in_group(self.service.group_of(self.task) + 1)
+            in_group(self.service.group_of(self.job.task) + 1)
             self.inside = Inside.connect(self.groups, rendezvous, options.lease_seconds)
 
     def _connect(self, rendezvous: Rendezvous, group: ClusterSpec) -> Mapping[str, Collective]:
@@ -349,7 +349,7 @@ class Push:
             saved = Saved.of({**now, **given}, saved.strict)  # the servers keep theirs
         self.inner.load(pair, saved, load)
         if apart:
-            index = team.service.group_of(team.task)
+            index = team.service.group_of(team.job.task)
             group_state.loaded(coordination, pair, team.served, saved, whole, index)
         coordination.give()
         team.served.state.clear()
@@ -479,7 +479,7 @@ class ServedStep(Step):
 
     def save(self, directory: Path, later: bool = False) -> Unwritten:
         """As `Step.save`: the chief does, from the servers."""
-        if self.is_chief or self.team.is_evaluator:
+        if self.is_chief or self.team.job.is_evaluator:
             return super().save(directory, later)
         pair = self.team.pairs.meant("save()")
         with self.parts.showing():
@@ -589,7 +589,7 @@ class ServedStep(Step):
         team, apart = self.team, self._service.apart
         served = pair.optimizer if apart is None else apart.optimizer(pair.optimizer)
         team.served = served
-        if team.is_evaluator:
+        if team.job.is_evaluator:
             return
         coordination, inside, options = self.coordination, team.inside, self._service.options
         own = self._model_of_group(pair)

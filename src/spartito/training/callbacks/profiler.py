@@ -83,7 +83,7 @@ class Profiler(Callback):
             return
         profile, self._profile = self._profile, None
         profile.__exit__(None, None, None)
-        task = str(self.trainer.coordination.task).replace(" ", "-")
+        task = str(self.trainer.coordination.job.task).replace(" ", "-")
         path = self.directory / f"{task}.trace.json"
         with writable(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)

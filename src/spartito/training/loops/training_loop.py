@@ -382,5 +382,7 @@ class TrainingLoop:
             return
         for rank, (_, text) in enumerate(told):
             if text:
-                name = coordination.cluster.name_of(rank) if len(told) > 1 else coordination.task
+                name = (
+                    coordination.cluster.name_of(rank) if len(told) > 1 else coordination.job.task
+                )
                 trainer.notice.leave(f"{text} came to {name}")
