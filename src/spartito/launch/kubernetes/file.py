@@ -74,7 +74,7 @@ def needs(job: Pods) -> str:
         each = job.size(role)
         cpus += count * quantity("--cpus", each[0])
         memory += count * quantity("--memory", each[1])
-    gpus = f", {job.roles.workers} GPUs" if job.gpus else ""
+    gpus = f", {job.roles.workers} GPUs" if job.asked.gpus else ""
     if job.tpu is not None:
         gpus = f", {job.roles.workers * job.tpu.chips} TPU chips"
     return f"{plural(pods, 'pod')}, {_number(cpus)} CPUs, {_number(memory / 2**30)}Gi{gpus}"
@@ -82,21 +82,22 @@ def needs(job: Pods) -> str:
 
 def image_of_nobody(job: Pods) -> str:
     """What is to be done about an image that names no registry; empty where it names one."""
-    if not names_no_registry(job.image):
+    image = job.asked.image
+    if not names_no_registry(image):
         return ""
     return (
-        f"the image {job.image} names no registry: nodes that do not have it ask "
-        f"docker.io/library. Load it into each (kind load docker-image {job.image}, minikube image "
-        f"load {job.image}), or push it where they can pull it, and name that: --image "
+        f"the image {image} names no registry: nodes that do not have it ask "
+        f"docker.io/library. Load it into each (kind load docker-image {image}, minikube image "
+        f"load {image}), or push it where they can pull it, and name that: --image "
         "registry.example/team/spartito:1.0"
     )
 
 
 def _heading(job: Pods) -> Iterator[str]:
-    several = job.kind == "job" and len(job.counts) > 1
-    jobs = f"{len(job.counts)} Indexed Jobs" if several else KIND[job.kind]
+    several = job.asked.kind == "job" and len(job.counts) > 1
+    jobs = f"{len(job.counts)} Indexed Jobs" if several else KIND[job.asked.kind]
     chosen = f"-l {INSTANCE}={job.name}"
-    space = f" -n {job.namespace}" if job.namespace is not None else ""
+    space = f" -n {job.asked.namespace}" if job.asked.namespace is not None else ""
     others = "networkpolicy" + (",configmap" if job.script is not None else "")
     yield from comment(f"{job.about} under {job.strategy}: {job.who}, in {jobs}.")
     if job.insecure:
@@ -112,14 +113,14 @@ def _heading(job: Pods) -> Iterator[str]:
     yield f"#   kubectl{space} apply -f job.yaml"
     yield f"#   kubectl{space} get pods {chosen}"
     yield f"#   kubectl{space} logs {chosen} --prefix -f --max-log-requests 99"
-    ended = ENDED[job.kind].removesuffix(",service" if job.alone else "")
+    ended = ENDED[job.asked.kind].removesuffix(",service" if job.alone else "")
     yield f"#   kubectl{space} delete {ended},{others} {chosen}"
     yield "#"
     yield from comment(
         f"Model and report: the folder {job.name} in the claim {claim(job)}, which stays. A recipe "
         "that finds a backup there goes on from it: take another --name to begin anew."
     )
-    asks = f"the queue {job.queue}" if job.queue is not None else "the cluster"
+    asks = f"the queue {job.asked.queue}" if job.asked.queue is not None else "the cluster"
     yield f"# Together: {needs(job)}. Whether {asks} has so much was not asked."
 
 

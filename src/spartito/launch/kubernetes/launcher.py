@@ -105,9 +105,9 @@ class Kubernetes(Recovering, FileLauncher[Pods]):
         claims = {"--out": planned.out, "--data": planned.data}
         notes = [folder_here(flag, name, "a claim") for flag, name in claims.items() if name]
         notes.append(image_of_nobody(planned))
-        if planned.queue is not None:
+        if planned.asked.queue is not None:
             notes.append(
-                f"the queue {planned.queue} has to admit {needs(planned)}; it was not asked"
+                f"the queue {planned.asked.queue} has to admit {needs(planned)}; it was not asked"
             )
         print_file(job_file(planned), filter(None, notes))
 
@@ -134,31 +134,20 @@ class Kubernetes(Recovering, FileLauncher[Pods]):
         there = None if script is None else f"/scripts/{script[0]}"
         planned = Pods(
             name=name,
-            kind=self.kind,
             about=program.title,
             command=(*_start(tpu), *program.argv(there, out=f"/runs/{name}", data=told)),
             strategy=strategy,
             roles=roles,
+            asked=self,
             script=script,
             out=None if job.out is None else _claim("--out", str(job.out)),
             data=data,
             url=url,
-            image=self.image,
-            pull_secret=self.pull_secret,
-            cpus=self.cpus,
-            memory=self.memory,
-            gpus=self.gpus,
             tpu=tpu,
-            slices=self.slices,
-            queue=self.queue,
-            namespace=self.namespace,
-            storage=self.storage,
-            storage_class=self.storage_class,
             timeout=self.timeout,
             port=PORT if job.ports is None else parse_range(job.ports, "--ports")[0],
             insecure=job.insecure,
             recovery=recovery,
-            restarts=self.restarts_of_each,
         )
         _check_names(planned)
         if self.queue is not None and self.kind == "job" and len(planned.counts) > 1:
@@ -254,7 +243,7 @@ def _start(tpu: TpuSlice | None) -> tuple[str, ...]:
 
 def _check_names(job: Pods) -> None:
     """Raise `UserError` where the job's name makes no names for its pods and their service."""
-    jobs = job.slices - 1
+    jobs = job.asked.slices - 1
     longest = max(len(f"{role}-{jobs}-{count}") for role, count in job.counts.items()) + SUFFIX + 1
     check_label("--name", job.name, SERVICE, LONGEST - longest)
 

@@ -57,10 +57,10 @@ def objects(job: Pods) -> list[Object]:
         )
     if job.out is None:
         found.append(_claim(job))
-    if job.kind == "job":
+    if job.asked.kind == "job":
         found += [] if job.alone else [_service(job)]
         return [*found, *(_job(job, role) for role in job.counts)]
-    if job.kind == "jobset":
+    if job.asked.kind == "jobset":
         return [*found, _object(job, "jobset.x-k8s.io/v1alpha2", "JobSet", spec=_set(job))]
     runtime = {"mlPolicy": {"numNodes": job.roles.workers}, "template": {"spec": _set(job)}}
     named = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name}
@@ -81,13 +81,13 @@ def _object(
 ) -> Object:
     """An object with its metadata; what Kueue admits has its queue."""
     metadata: Object = {"name": name or job.name}
-    if job.namespace is not None:
-        metadata["namespace"] = job.namespace
+    if job.asked.namespace is not None:
+        metadata["namespace"] = job.asked.namespace
     metadata["labels"] = _labels(job)
     if queued is None:
         queued = kind in ("Job", "JobSet", "TrainJob")
-    if queued and job.queue is not None:
-        metadata["labels"][QUEUE] = job.queue
+    if queued and job.asked.queue is not None:
+        metadata["labels"][QUEUE] = job.asked.queue
     if kind == "JobSet" and job.tpu is not None:
         metadata["annotations"] = dict(EXCLUSIVE)
     return {"apiVersion": version, "kind": kind, "metadata": metadata, **rest}
@@ -119,9 +119,9 @@ def _network_policy(job: Pods) -> Object:
 def _claim(job: Pods) -> Object:
     several = sum(job.counts.values()) > 1
     spec: Object = {"accessModes": List(["ReadWriteMany" if several else "ReadWriteOnce"])}
-    if job.storage_class is not None:
-        spec["storageClassName"] = job.storage_class
-    spec["resources"] = {"requests": Row(storage=job.storage)}
+    if job.asked.storage_class is not None:
+        spec["storageClassName"] = job.asked.storage_class
+    spec["resources"] = {"requests": Row(storage=job.asked.storage)}
     return _object(job, "v1", "PersistentVolumeClaim", claim(job), spec=spec)
 
 
@@ -151,7 +151,7 @@ def _set(job: Pods) -> Object:
     """The spec of a JobSet: the roles as replicated jobs."""
     work = [role for role in job.counts if role not in ("ps", STORE)]
     spec: Object = {}
-    if job.kind == "jobset":
+    if job.asked.kind == "jobset":
         spec["ttlSecondsAfterFinished"] = KEPT_SECONDS
     if not job.alone:
         spec["network"] = Row(
@@ -166,10 +166,10 @@ def _set(job: Pods) -> Object:
 
 def _replicated(job: Pods, role: str) -> Object:
     template: Object = {"spec": _job_spec(job, role)}
-    if job.kind == "trainjob" and role == "worker":
+    if job.asked.kind == "trainjob" and role == "worker":
         step = Row({"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"})
         template = {"metadata": {"labels": step}, **template}
-    return {"name": role, "replicas": job.slices, "template": template}
+    return {"name": role, "replicas": job.asked.slices, "template": template}
 
 
 def _job_spec(job: Pods, role: str) -> Object:
@@ -177,7 +177,7 @@ def _job_spec(job: Pods, role: str) -> Object:
     spec: Object = {"completionMode": "Indexed", "completions": count, "parallelism": count}
     if role == STORE:  # its container is started again where it is: so it keeps its journal
         return spec | {"template": _template(job, role)}
-    spec["backoffLimitPerIndex"] = job.restarts
+    spec["backoffLimitPerIndex"] = job.asked.restarts_of_each
     if count > 1 and (role == "ps" or not job.roles.ps):
         spec["maxFailedIndexes"] = 0
     spec["podReplacementPolicy"] = "Failed"
@@ -205,15 +205,15 @@ def _template(job: Pods, role: str) -> Object:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
     }
-    if job.kind == "job" and not job.alone:
+    if job.asked.kind == "job" and not job.alone:
         spec = {"subdomain": job.name, **spec}
-    if job.gpus and role == "worker":
+    if job.asked.gpus and role == "worker":
         spec["tolerations"] = [Row(key=GPU, operator="Exists", effect="NoSchedule")]
     if job.tpu is not None:
         spec["nodeSelector"] = job.tpu.selector
         spec["tolerations"] = [Row(key=RESOURCE, operator="Exists", effect="NoSchedule")]
-    if job.pull_secret is not None:
-        spec["imagePullSecrets"] = [Row(name=job.pull_secret)]
+    if job.asked.pull_secret is not None:
+        spec["imagePullSecrets"] = [Row(name=job.asked.pull_secret)]
     spec["securityContext"] = {
         "runAsNonRoot": True,
         "runAsUser": USER,
@@ -240,7 +240,7 @@ def _rights() -> Object:
 def _resources(job: Pods, role: str) -> Object:
     """Requests are limits; GPUs and TPUs are for workers."""
     same: Object = dict(zip(("cpu", "memory"), job.size(role), strict=True))
-    if job.gpus and role == "worker":
+    if job.asked.gpus and role == "worker":
         same[GPU] = "1"
     if job.tpu is not None and role == "worker":
         same[RESOURCE] = str(job.tpu.chips)
@@ -252,7 +252,7 @@ def _fetch(job: Pods, url: str) -> Object:
     mounts = [("data", "/data", False), ("tmp", "/tmp", False)]
     return {
         "name": FETCH,
-        "image": job.image,
+        "image": job.asked.image,
         "imagePullPolicy": "IfNotPresent",
         "command": List(words),
         "resources": _resources(job, FETCH),
@@ -266,7 +266,7 @@ def _container(job: Pods, role: str) -> Object:
     words = store if role == STORE else job.command
     found: Object = {
         "name": STORE if role == STORE else job.container,
-        "image": job.image,
+        "image": job.asked.image,
         "imagePullPolicy": "IfNotPresent",
         "command": List(map(_plain, words)),
         **({} if role == STORE else {"workingDir": "/runs"}),
@@ -305,7 +305,7 @@ def _environment(job: Pods, role: str) -> list[Object]:
         shared[ENV_SNAPSHOT_DIR] = f"{run}/snapshots"
     if job.recovery is not None:
         shared |= {ENV_RECOVERY: job.recovery.text, ENV_STORE: address(*job.rendezvous)}
-    threads = math.ceil(quantity("--cpus", job.cpus)) if role in ("chief", "worker") else 1
+    threads = math.ceil(quantity("--cpus", job.asked.cpus)) if role in ("chief", "worker") else 1
     # What starts several processes in a pod divides its cores among them.
     cores = {"OMP_NUM_THREADS": str(threads)} if job.tpu is None else {}
     shared |= {**told, **cores, **RUNTIME}
@@ -333,17 +333,17 @@ def _of_tpu(job: Pods, asked: TpuSlice) -> list[Object]:
         return [skips]
     number = "$(" + tpu.SLICE + ")"
     hosts = [
-        job.host("worker", index) if job.slices == 1 else job.host_of(number, "worker", index)
+        job.host("worker", index) if job.asked.slices == 1 else job.host_of(number, "worker", index)
         for index in range(asked.hosts)
     ]
     several = [
         {"name": tpu.SLICE, "valueFrom": {"fieldRef": Row(fieldPath=SLICE)}},
-        _variable(tpu.SLICES, str(job.slices)),
+        _variable(tpu.SLICES, str(job.asked.slices)),
         _variable(tpu.COORDINATOR, job.host("worker", 0)),
     ]
     return [
         {"name": tpu.WORKER, "valueFrom": {"fieldRef": Row(fieldPath=NUMBER)}},
-        *(several if job.slices > 1 else []),
+        *(several if job.asked.slices > 1 else []),
         _variable(tpu.HOSTNAMES, ",".join(hosts)),
         _variable(tpu.TOPOLOGY, asked.topology),
         skips,
@@ -386,7 +386,7 @@ def _volumes(job: Pods, role: str) -> list[Object]:
         "journal": {"emptyDir": Row(sizeLimit="1Gi")},
         "runs": {"persistentVolumeClaim": Row(claimName=claim(job))},
         "script": {"configMap": Row(name=f"{job.name}-script")},
-        "data": {"emptyDir": Row(sizeLimit=job.storage)},
+        "data": {"emptyDir": Row(sizeLimit=job.asked.storage)},
     }
     if job.data is not None:
         kinds["data"] = {"persistentVolumeClaim": Row(claimName=job.data, readOnly=True)}

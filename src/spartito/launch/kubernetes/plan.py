@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import Task
 from spartito.launch.file_plan import Planned
 from spartito.launch.kubernetes.tpus import TpuSlice
-from spartito.launch.processes.roles import RESTARTS
 from spartito.names import plural
 from spartito.wire.addresses import address
+
+if TYPE_CHECKING:
+    from spartito.launch.kubernetes.launcher import Kubernetes
 
 PORT = 29500
 """Where a task listens in its own pod."""
@@ -34,31 +37,19 @@ class Pods(Planned):
     """A job for Kubernetes, checked: see `Kubernetes.plan`.
 
     ``script`` is the name and the text of a script that the file carries along; None where the
-    image has it. ``out`` is a claim that is there already; None: the file claims one. ``cpus`` and
-    ``memory`` are those of each pod, as Kubernetes writes them. ``data`` is a claim, ``url`` where
-    the data is fetched from instead. ``pull_secret`` opens the registry of the image. With ``tpu``
-    each pod is a host of one of so many ``slices``, and starts a process for each device itself.
+    image has it. ``out`` is a claim that is there already; None: the file claims one. ``data`` is
+    a claim, ``url`` where the data is fetched from instead. With ``tpu`` each pod is a host of a
+    slice, and starts a process for each device itself. ``asked`` has the rest.
     """
 
-    kind: str
-    image: str
-    cpus: str
-    memory: str
+    asked: Kubernetes
     script: tuple[str, str] | None = None
     out: str | None = None
-    storage: str = "10Gi"
-    storage_class: str | None = None
     data: str | None = None
     url: str | None = None
-    gpus: bool = False
     tpu: TpuSlice | None = None
-    slices: int = 1
-    pull_secret: str | None = None
-    queue: str | None = None
-    namespace: str | None = None
     port: int = PORT
     recovery: Recovery | None = None
-    restarts: int = RESTARTS
 
     @property
     def counts(self) -> dict[str, int]:
@@ -68,7 +59,7 @@ class Pods(Planned):
     @property
     def pods_of_each(self) -> dict[str, int]:
         """The pods of each role that one Job has: a slice is one."""
-        return {role: count // self.slices for role, count in self.counts.items()}
+        return {role: count // self.asked.slices for role, count in self.counts.items()}
 
     @property
     def who(self) -> str:
@@ -77,7 +68,7 @@ class Pods(Planned):
             return super(Pods, self).who  # without arguments it knows no class with slots
         tasks, pods = self.roles.workers * self.tpu.tasks, self.roles.workers
         each = f" in {pods} pods" if pods > 1 else ""
-        several = f"{self.slices} slices" if self.slices > 1 else "a slice"
+        several = f"{self.asked.slices} slices" if self.asked.slices > 1 else "a slice"
         return f"{plural(tasks, 'worker')}{each} on {several} {self.tpu.name}"
 
     @property
@@ -95,15 +86,15 @@ class Pods(Planned):
     @property
     def container(self) -> str:
         """What the container of a task is called: Kubeflow wants ``node``."""
-        return "node" if self.kind == "trainjob" else "task"
+        return "node" if self.asked.kind == "trainjob" else "task"
 
     def size(self, role: str) -> tuple[str, str]:
         """The CPUs and the memory of a pod."""
-        return STORE_SIZE if role == STORE else (self.cpus, self.memory)
+        return STORE_SIZE if role == STORE else (self.asked.cpus, self.asked.memory)
 
     def host(self, role: str, index: int | str) -> str:
         """The name by which the other pods find one: host and headless service."""
-        if self.kind == "job":
+        if self.asked.kind == "job":
             return f"{self.name}-{role}-{index}.{self.name}"
         return self.host_of(0, role, index)
 
