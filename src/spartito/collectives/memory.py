@@ -244,15 +244,14 @@ class Memory:
         target, lines = self.step << 20 | part, self._lines
         return all(lines[cell + PART] >= target for _, cell, _ in self._all)
 
-    def wait_for_part(self, part: int, ranks: Sequence[int] | None = None) -> None:
-        """Wait until the slots of ``ranks`` have so many parts, and compare their calls."""
-        self.wait(ranks)
+    def wait_for_part(self, part: int) -> None:
+        """Wait until the slots of all others have so many parts, and compare their calls."""
+        self.wait()
         lines, target = self._lines, self.step << 20 | part
-        ranks = self.peers if ranks is None else ranks
-        for rank in ranks:
+        for rank in self.peers:
             cell = self._peers[rank][1]
             if lines[cell + PART] < target:
-                self._look_for(ranks, cell, self._parts[rank], target, PART)
+                self._look_for(self.peers, cell, self._parts[rank], target, PART)
         fences.acquire()
 
     def meet(self) -> None:

@@ -112,7 +112,6 @@ class WholeModel:
     Args:
         division: How batches are divided.
         around: A block around each backward pass.
-        watching: A block around each forward pass of a training.
         run: Calls a model with a batch, as `forward` does; under ``deterministic`` that does, as
             random numbers belong to rows.
     """
@@ -121,11 +120,9 @@ class WholeModel:
         self,
         division: Division,
         around: Callable[[], AbstractContextManager[object]] | None = None,
-        watching: Callable[[Pair], AbstractContextManager[object]] | None = None,
         run: Callable[[nn.Module, Any, bool], Any] = forward,
     ) -> None:
-        self._division, self._around, self._watching = division, around, watching
-        self._run = run
+        self._division, self._around, self._run = division, around, run
 
     def enter(self, pairs: Sequence[Pair]) -> None:
         """As `Computation.enter`: whatever comes is computed."""
@@ -138,8 +135,7 @@ class WholeModel:
         """
         output = None
         if batch.size:
-            with nullcontext() if self._watching is None else self._watching(pair):
-                output, found = self._forward(pair, batch, loss)
+            output, found = self._forward(pair, batch, loss)
             self.backward([pair], found, batch)
         elif self._division.runs_without_rows:
             with keeping_statistics(pair.model):

@@ -22,14 +22,10 @@ class Flow:
 
     __slots__ = ("_connection", "into", "out", "received", "sent")
 
-    def __init__(
-        self,
-        connection: Connection,
-        out: Views | None = None,
-        into: Views | None = None,
-    ) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self.out, self.into = out or [], into or []
+        self.out: Views = []
+        self.into: Views = []
         self.sent = self.received = 0
 
     def send(self) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from spartito.cluster.store.journal import Journal
 from spartito.cluster.store.protocol import PURPOSE, Gather, Reply, Request
 from spartito.cluster.store.values import Values
-from spartito.errors import SpartitoError
 from spartito.notes import RareWarnings, shown
 from spartito.wire.acceptor import Acceptor
 from spartito.wire.frames import ProtocolError, TooLongError, Wire
@@ -44,7 +42,6 @@ class Server:
         listener: A socket that listens; the server closes it.
         key: The job's.
         name: What its task is called in warnings.
-        refused: Gets the address of each caller that does not know the secret, and why.
         journal: What an earlier store was told, and this one is; None: it begins empty.
     """
 
@@ -53,7 +50,6 @@ class Server:
         listener: Socket,
         key: Key,
         name: str = "the store",
-        refused: Callable[[str, SpartitoError], None] | None = None,
         journal: Journal | None = None,
     ) -> None:
         self._name = name
@@ -68,9 +64,7 @@ class Server:
         self._lock = threading.RLock()
         self._warnings = RareWarnings()
         self._process = os.getpid()
-        self._acceptor = Acceptor(
-            listener, self._serve, key=key, purpose=PURPOSE, name=name, refused=refused
-        )
+        self._acceptor = Acceptor(listener, self._serve, key=key, purpose=PURPOSE, name=name)
 
     def close(self) -> None:
         """Serve no more. May be called again."""

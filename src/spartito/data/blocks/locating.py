@@ -193,20 +193,17 @@ class PackedSet:
     cache: SpanCache
 
 
-def open_set(
-    where: Located, columns: tuple[str, ...] | None, cache: SpanCache | None = None
-) -> PackedSet:
+def open_set(where: Located, columns: tuple[str, ...] | None) -> PackedSet:
     """Find the blocks of packed files.
 
     Args:
         where: The files.
         columns: Those that are read, as the format calls them; None: all.
-        cache: Where parts of remote files are kept; None: where the environment says.
 
     Raises:
         UserError: A file is cut off, or the cache cannot be made.
     """
-    kept = cache or default_cache()
+    kept = default_cache()
     format = where.reads(columns)
     blocks = find_blocks(where.files, where.found, format, kept)
     read = BlockFiles(where.files, format, blocks, None if where.files.local else kept)
