@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from spartito.errors import (
     TaskLostError,
 )
 from spartito.notes import TORCH_LEVEL
+from spartito.threads import in_thread
 from spartito.waiting import Waiting
 
 T = TypeVar("T")
@@ -157,24 +158,11 @@ def ask(call: Callable[[], T], limit: float, keeper: str) -> T:
     Raises:
         TaskLostError: The store is gone or did not reply in time.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:  # raised again below, in the caller's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=work, name="spartito-store", daemon=True)
-    thread.start()
-    thread.join(limit + MARGIN)
-    if results:
-        return results[0]
+    reply = in_thread(call, "spartito-store")
+    if not wait([reply], limit + MARGIN).done:
+        raise _lost(keeper, f"did not reply within {limit:g} s")
     with lost_with(keeper):
-        if errors:
-            raise errors[0]
-    raise _lost(keeper, f"did not reply within {limit:g} s")
+        return reply.result()
 
 
 @contextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from concurrent.futures import wait
+from typing import TypeVar
+
+from spartito.threads import in_thread
 
 T = TypeVar("T")
 
@@ -29,44 +31,14 @@ def limited(work: Callable[[Callable[[], None]], T], silence: float, size: int =
     Raises:
         SilentError: It was given up. The thread stays, and holds up no end of the process.
     """
-    call = _Call(work)
-    allowed = size / SLOWEST
-    while (left := call.gives_up(silence, allowed) - time.monotonic()) > 0:
-        if call.over.wait(min(left, silence)):  # with the first move `left` may become less
-            break
-    else:
-        raise SilentError(f"nothing has moved for {time.monotonic() - call.last:.0f} s")
-    if call.error is not None:
-        raise call.error
-    return call.result
+    began, moved, allowed = time.monotonic(), 0.0, size / SLOWEST
 
+    def move() -> None:
+        nonlocal moved
+        moved = time.monotonic()
 
-class _Call(Generic[T]):
-    def __init__(self, work: Callable[[Callable[[], None]], T]) -> None:
-        self.over = threading.Event()
-        self.began = time.monotonic()
-        self.moved = 0.0
-        """When something has moved last; 0: nothing has yet."""
-        self.error: BaseException | None = None
-        self.result: T
-        self._work = work
-        threading.Thread(target=self._run, name="spartito store", daemon=True).start()
-
-    def gives_up(self, silence: float, allowed: float) -> float:
-        """When it is given up, as of now."""
-        return (self.moved or self.began + allowed) + silence
-
-    @property
-    def last(self) -> float:
-        """When something has moved last, or it began."""
-        return self.moved or self.began
-
-    def _run(self) -> None:
-        try:
-            self.result = self._work(self._move)
-        except BaseException as error:
-            self.error = error
-        self.over.set()
-
-    def _move(self) -> None:
-        self.moved = time.monotonic()
+    reply = in_thread(lambda: work(move), "spartito store")
+    while (left := (moved or began + allowed) + silence - time.monotonic()) > 0:
+        if wait([reply], min(left, silence)).done:  # with the first move `left` may become less
+            return reply.result()
+    raise SilentError(f"nothing has moved for {time.monotonic() - (moved or began):.0f} s")

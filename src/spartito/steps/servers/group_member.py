@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import inf
@@ -23,6 +24,7 @@ from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.errors import EXIT_TASK_LOST, SpartitoError, TaskLostError, UserError
 from spartito.heartbeat import resume, waits
 from spartito.steps.groups import Groups
+from spartito.threads import in_thread
 from spartito.wire.addresses import machine_of, split_address
 
 NAME = "group"
@@ -197,29 +199,18 @@ class Inside:
             thread.join()
 
     def _ask(self, work: Callable[[], bytes]) -> bytes:
-        found: list[bytes] = []
-        failed: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                found.append(work())
-            except BaseException as error:  # raised again below, in the caller's thread
-                failed.append(error)
-
-        thread = threading.Thread(target=run, name="spartito-asking", daemon=True)
         before = waits()
-        thread.start()
-        thread.join(BEAT)
-        while thread.is_alive():
+        reply = in_thread(work, "spartito-asking")
+        while not wait([reply], BEAT).done:
             self._say(AGAIN, b"")
-            thread.join(BEAT)
-        for error in failed:
-            if isinstance(error, SpartitoError):
-                self._say(ERROR, f"{error.exit_code} {error}".encode())
-            raise error
-        self._say(RESULT, found[0])
+        try:
+            found = reply.result()
+        except SpartitoError as error:
+            self._say(ERROR, f"{error.exit_code} {error}".encode())
+            raise
+        self._say(RESULT, found)
         resume(before)
-        return found[0]
+        return found
 
     def _say(self, kind: int, payload: bytes) -> None:
         self.group.broadcast(torch.tensor([kind, len(payload)]))
