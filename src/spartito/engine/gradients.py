@@ -316,6 +316,14 @@ class PackedGradients(Gradients):
         if not self._packs:
             self._bare = self._collective.reducer(0, torch.float64, torch.device("cpu"))
 
+    def _learning(self) -> list[nn.Parameter]:
+        """The parameters that learn now, of which none has a sparse gradient."""
+        self.refresh()
+        if not self._checked:
+            refuse_sparse(self.parameters)
+            self._checked = True
+        return self.parameters
+
     def _pack(self, parameters: list[nn.Parameter]) -> Pack:
         return _Pack(parameters, self._reducer(parameters), self._optimizer)
 
@@ -353,11 +361,7 @@ class PackedGradients(Gradients):
         self.compression.undo()
 
     def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:
-        self.refresh()
-        packed = self.parameters
-        if not self._checked:
-            refuse_sparse(packed)
-            self._checked = True
+        packed = self._learning()
         # Who had no rows has no gradient either; that says nothing about the model.
         absent = sum(parameter.grad is None for parameter in packed) if self.counts else 0
         weight = float(self._collective.rank == 0) if self.normalized else float(self.weight)

@@ -26,7 +26,6 @@ from spartito.engine import fused_update
 from spartito.engine.gradients import (
     PackedGradients,
     different_batches,
-    refuse_sparse,
     writes_gradients,
 )
 from spartito.engine.host_reads import Number
@@ -83,11 +82,7 @@ class SlicedGradients(PackedGradients):
         self._versions = [parameter._version for parameter in self.parameters]
 
     def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:
-        self.refresh()
-        packed = self.parameters
-        if not self._checked:
-            refuse_sparse(packed)
-            self._checked = True
+        packed = self._learning()
         grads = [p.grad for p in packed]
         grads = [g.detach() if g is not None and g.requires_grad else g for g in grads]
         self._send(grads)

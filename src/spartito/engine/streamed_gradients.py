@@ -23,7 +23,7 @@ from spartito.collectives.lane import Lane
 from spartito.collectives.standing_sum import Work
 from spartito.engine.checksum import checksum
 from spartito.engine.compression import Compression
-from spartito.engine.gradients import PackedGradients, different_batches, refuse_sparse, views
+from spartito.engine.gradients import PackedGradients, different_batches, views
 from spartito.engine.host_reads import Number
 
 BUCKET = 1 << 20
@@ -230,11 +230,7 @@ class StreamedGradients(PackedGradients):
         return self._buckets[self._next - 1].fill(checked=self.backward_calls > 0)
 
     def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:
-        self.refresh()
-        packed = self.parameters
-        if not self._checked:
-            refuse_sparse(packed)
-            self._checked = True
+        packed = self._learning()
         sent = self._buckets[: self._next]
         changed = self._is_dropped or any(bucket.is_stale for bucket in sent)
         absent = sum(parameter.grad is None for parameter in packed) if self.counts else 0

@@ -158,11 +158,7 @@ class ShardedGradients(DividedUpdates):
         return ((part.whole, part.state) for part in self._parts.values() if part.state)
 
     def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:
-        self.refresh()
-        learn = self.parameters
-        if not self._checked:
-            refuse_sparse(learn)
-            self._checked = True
+        learn = self._learning()
         homes = dict.fromkeys(self._homes.values())
         left = any(parameter.grad is not None for parameter in learn)
         written = any(home.is_written for home in homes)
