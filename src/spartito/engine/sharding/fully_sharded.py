@@ -475,15 +475,18 @@ class _Left:
         raise left()
 
 
+def _allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for what comes."""
+    return torch.empty(*size, dtype=dtype, device=device)
+
+
 class _AllGather:
     """FSDP2's gathering, which names the task that does not come."""
 
+    allocate = staticmethod(_allocate)
+
     def __init__(self, group: ProcessGroupCollective) -> None:
         self._group = group
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what comes."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -501,12 +504,10 @@ class _AllGather:
 class _ReduceScatter:
     """FSDP2's sums, to which a replica whose pass counts for nothing adds zeros."""
 
+    allocate = staticmethod(_allocate)
+
     def __init__(self, group: ProcessGroupCollective, home: FullyShardedHome) -> None:
         self._group, self._home = group, home
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the sums."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
