@@ -337,26 +337,11 @@ def is_for_good(error: Exception) -> bool:
     }
 
 
-class RangeReader(io.RawIOBase):
-    """A file that is read in ranges, as an object that Python's libraries read.
+class Seekable(io.RawIOBase):
+    """What has ``size`` bytes and is read from any of them on, as Python's libraries read files."""
 
-    Args:
-        files: Where it lies.
-        file: Which one.
-    """
-
-    def __init__(self, files: Files, file: File) -> None:
-        self._files, self._file, self._at = files, file, 0
-
-    @property
-    def url(self) -> str:
-        """Its path or URL, for libraries that read it by themselves."""
-        return f"{self._files.url}/{self._file.name}"
-
-    @property
-    def local(self) -> bool:
-        """Whether it lies in a file system of this machine."""
-        return self._files.local
+    def __init__(self, size: int) -> None:
+        self._size, self._at = size, 0
 
     def readable(self) -> bool:
         """As of any file."""
@@ -372,9 +357,32 @@ class RangeReader(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """As of any file."""
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         self._at = max(0, start + offset)
         return self._at
+
+
+class RangeReader(Seekable):
+    """A file that is read in ranges, as an object that Python's libraries read.
+
+    Args:
+        files: Where it lies.
+        file: Which one.
+    """
+
+    def __init__(self, files: Files, file: File) -> None:
+        super().__init__(file.size)
+        self._files, self._file = files, file
+
+    @property
+    def url(self) -> str:
+        """Its path or URL, for libraries that read it by themselves."""
+        return f"{self._files.url}/{self._file.name}"
+
+    @property
+    def local(self) -> bool:
+        """Whether it lies in a file system of this machine."""
+        return self._files.local
 
     def readall(self) -> bytes:
         """All that follows, by one request: Python's own reads it in small parts."""

@@ -12,7 +12,7 @@ from spartito.data.blocks.formats import Block, Columns, FileIndex, Span
 from spartito.errors import UserError
 from spartito.names import nearest
 from spartito.packages import package
-from spartito.storage.files import File, RangeReader
+from spartito.storage.files import File, RangeReader, Seekable
 
 MAGIC = b"PAR1"
 GAP = 64 << 10
@@ -106,26 +106,12 @@ def pyarrow(done: str) -> tuple[Any, Any]:
     return package("pyarrow.parquet", *why), package("pyarrow", *why)
 
 
-class _Parts(io.RawIOBase):
+class _Parts(Seekable):
     """A file of which only some parts are there."""
 
     def __init__(self, parts: Sequence[tuple[Span, bytes]]) -> None:
-        self._starts = [span[0] for span, _ in parts]
-        self._parts, self._at = parts, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        end = self._parts[-1][0][1] if self._parts else 0
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: end}[whence]
-        return self._at
+        super().__init__(parts[-1][0][1] if parts else 0)
+        self._starts, self._parts = [span[0] for span, _ in parts], parts
 
     def read(self, size: int = -1) -> Any:  # arrow takes a view, so that nothing is copied
         position = bisect_right(self._starts, self._at) - 1
