@@ -58,7 +58,7 @@ class Command(TyperCommand):
 
     def format_usage(self, ctx: Any, formatter: Any) -> None:
         """Write how it is typed: ``spartito run [OPTIONS] SCRIPT [ARGS...]``."""
-        arguments = [_shown(one) for one in self.params if _is_argument(one)]
+        arguments = [_shown(one) for one in self.params if is_argument(one)]
         formatter.write_usage(ctx.command_path, " ".join(["[OPTIONS]", *arguments]))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -106,7 +106,8 @@ def _apart(help: str) -> tuple[str, str]:
     return EXAMPLE.sub("", help).strip(), "\n".join(examples)
 
 
-def _is_argument(parameter: Any) -> bool:
+def is_argument(parameter: Any) -> bool:
+    """Whether a parameter of a command is an argument, and no option."""
     return bool(parameter.param_type_name == "argument")
 
 
@@ -124,7 +125,7 @@ def _rows(command: Command, ctx: Any) -> Iterator[tuple[str, tuple[str, str]]]:
     """The heading of each argument and option, and what is written of it."""
     parameters: list[Any] = command.get_params(ctx)
     for one in parameters:
-        if _is_argument(one):
+        if is_argument(one):
             yield ARGUMENTS, (_name(one), one.help or "")
         elif (row := one.get_help_record(ctx)) is not None:
             yield getattr(one, "rich_help_panel", None) or OPTIONS, row

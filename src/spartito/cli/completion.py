@@ -17,6 +17,7 @@ from typing import Any
 
 import typer
 
+from spartito.cli.command import is_argument
 from spartito.errors import UserError
 from spartito.launch.on_ray.job import PLACEMENTS
 from spartito.names import PRECISIONS, RECIPES, nearest
@@ -203,8 +204,8 @@ def _beginning(word: str, words: Iterable[Word]) -> list[Word]:
 
 
 def _of_command(command: Any, typed: Sequence[str], word: str) -> Iterator[Word]:
-    options = {flag: one for one in command.params if not _is_argument(one) for flag in one.opts}
-    arguments = [one for one in command.params if _is_argument(one)]
+    options = {flag: one for one in command.params if not is_argument(one) for flag in one.opts}
+    arguments = [one for one in command.params if is_argument(one)]
     passes_on = command.context_settings.get("allow_interspersed_args") is False
     given, open_option = 0, None
     for one in typed:
@@ -279,7 +280,7 @@ def _opened(text: str) -> int | None:
 
 def _flags(command: Any) -> Iterator[Word]:
     for one in command.params:
-        if not _is_argument(one) and not one.hidden:
+        if not is_argument(one) and not one.hidden:
             yield from ((flag, _first(one.help)) for flag in one.opts if flag.startswith("--"))
     yield "--help", "Show what there is."
 
@@ -291,10 +292,6 @@ def _about(command: Any) -> str:
 def _first(help: str | None) -> str:
     """The first sentence of a help."""
     return re.split(r"(?<=[.;:]) |\n", help or "")[0].rstrip(".;:")
-
-
-def _is_argument(parameter: Any) -> bool:
-    return bool(parameter.param_type_name == "argument")
 
 
 def _split(line: str) -> tuple[list[str], bool]:
