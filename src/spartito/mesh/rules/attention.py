@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spartito.mesh.operand_plan import NOTHING, axes_of, finished, moved, order, plan, spec_of
+from spartito.mesh.rules.elementwise import broadcast
 from spartito.mesh.rules.randoms import dropout_mask
 from spartito.mesh.sharded_tensor import Sharded, rule
 
@@ -35,7 +36,7 @@ def _attention(
         _broadcast(query.shape, batch, "le", enable_gqa, query.shape),
         _broadcast(key.shape, batch, "se", enable_gqa, query.shape),
         _broadcast(value.shape, batch, "sv", enable_gqa, query.shape),
-        "" if attn_mask is None else _mask_letters(attn_mask.shape, wide, f"{batch}ls"),
+        "" if attn_mask is None else broadcast(attn_mask.shape, wide, f"{batch}ls"),
     )
     operands = [query, key, value, attn_mask]
     decided = plan(tuple(map(spec_of, operands)), letters, f"{batch}lv", "lsev")
@@ -89,14 +90,6 @@ def _broadcast(own: torch.Size, batch: str, rest: str, groups: bool, query: torc
         for n, (size, whole) in enumerate(zip(own[:-2], sizes, strict=True))
     ]
     return "".join(NOTHING if r else n for n, r in zip(names, repeated, strict=True)) + rest
-
-
-def _mask_letters(own: torch.Size, wide: torch.Size, names: str) -> str:
-    skip = len(wide) - len(own)
-    return "".join(
-        name if size == whole else NOTHING
-        for size, whole, name in zip(own, wide[skip:], names[skip:], strict=True)
-    )
 
 
 def _weights(
