@@ -437,3 +437,9 @@ def _is_held(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def write_all(descriptor: int, content: bytes | memoryview) -> None:
+    """Write all of ``content``, or raise `OSError`: the system cuts a write of over 2 GiB short."""
+    while content:
+        content = content[os.write(descriptor, content) :]

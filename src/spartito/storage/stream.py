@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spartito.errors import UnwritableError
 from spartito.failpoints import failpoint
+from spartito.storage.atomic import write_all
 
 CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -71,10 +72,10 @@ def write_stream(
     try:
         Path(file).unlink(missing_ok=True)  # who has the older one mapped keeps it
         with open(file, "xb", buffering=0) as out:
-            _write(out.fileno(), _head(entries, metadata))
+            write_all(out.fileno(), _head(entries, metadata))
             failpoint("storage.stream.begun")
             for entry, tensor in zip(entries, tensors, strict=True):
-                _write(out.fileno(), _bytes(entry, tensor))
+                write_all(out.fileno(), _bytes(entry, tensor))
     except OSError as error:
         raise UnwritableError(
             f"{file} cannot be written: {error.strerror or error}",
@@ -104,8 +105,3 @@ def _bytes(entry: Entry, tensor: Tensor) -> memoryview:
     if tuple(plain.shape) != entry.shape or plain.dtype != entry.dtype:
         raise ValueError(f"{entry} and a tensor {tuple(plain.shape)} of {plain.dtype}")
     return memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def _write(descriptor: int, content: memoryview) -> None:
-    while content:  # a write of more than 2 GiB is cut short by the system
-        content = content[os.write(descriptor, content) :]

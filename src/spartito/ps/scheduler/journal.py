@@ -14,6 +14,7 @@ from zlib import crc32
 
 from spartito.errors import TaskLostError
 from spartito.notes import warn
+from spartito.storage.atomic import write_all
 
 HEAD = struct.Struct("<II")
 """The length of a record and its checksum; the record follows."""
@@ -82,7 +83,7 @@ class FileJournal(Journal):
             return
         data = _framed(record)
         try:
-            _write(self._file, data)
+            write_all(self._file, data)
             self.size += len(data)
         except OSError as error:
             self._give_up(error)
@@ -96,7 +97,7 @@ class FileJournal(Journal):
                 fresh.unlink()
             file = _open(fresh, os.O_WRONLY | os.O_APPEND | os.O_EXCL)
             try:
-                _write(file, _framed(record))
+                write_all(file, _framed(record))
                 fresh.rename(self._path)
             except BaseException:
                 os.close(file)
@@ -137,12 +138,6 @@ class FileJournal(Journal):
 
 def _open(path: Path, how: int) -> int:
     return os.open(path, how | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-
-def _write(file: int, data: bytes) -> None:
-    """All of it, or `OSError`."""
-    while data:
-        data = data[os.write(file, data) :]
 
 
 def _framed(record: bytes) -> bytes:
