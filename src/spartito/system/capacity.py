@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spartito.system import CGROUPS, PROC, affinity, machine_memory
+from spartito.system.texts import text_of
 
 _CGROUP_V2 = CGROUPS / "cpu.max"
 _CGROUP_V1 = CGROUPS / "cpu/cpu.cfs_quota_us"
@@ -27,7 +28,7 @@ def available_cores() -> int:
 def own_cgroup() -> str:
     """An identifier of this process's cgroup: processes with the same one share its quota."""
     try:
-        return f"{os.readlink(_CGROUP_NAMESPACE)} {_text(_OWN_CGROUP)}"
+        return f"{os.readlink(_CGROUP_NAMESPACE)} {text_of(_OWN_CGROUP)}"
     except OSError:
         return ""  # no cgroups: all are in the same
 
@@ -70,7 +71,7 @@ def cgroup_memory(cgroups: Path = CGROUPS, own: Path = _OWN_CGROUP) -> list[tupl
             names, cache = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file"
         else:
             names, cache = ("memory.max", "memory.current"), "inactive_file"
-        limit, used = (_text(folder / name).strip() for name in names)
+        limit, used = (text_of(folder / name).strip() for name in names)
         if limit.isdigit() and used.isdigit() and int(limit) < _NO_LIMIT:
             found.append((int(limit), int(used) - _counts(folder / "memory.stat").get(cache, 0)))
     return found
@@ -105,7 +106,7 @@ def memory_kills(
 
 def _memory_groups(cgroups: Path, own: Path) -> Iterator[tuple[Path, int]]:
     """The folders of the cgroups that count our memory, each with its version, 1 or 2."""
-    for line in _text(own).splitlines():
+    for line in text_of(own).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers in ("memory", ""):
             root = cgroups / controllers
@@ -116,13 +117,5 @@ def _memory_groups(cgroups: Path, own: Path) -> Iterator[tuple[Path, int]]:
 
 def _counts(path: Path) -> dict[str, int]:
     """The lines ``name number`` of a file."""
-    lines = (line.split() for line in _text(path).splitlines())
+    lines = (line.split() for line in text_of(path).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) == 2 and words[1].isdigit()}
-
-
-def _text(path: Path) -> str:
-    """The text of a file of the system, "" where it cannot be read."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from spartito.system.fences import fences_of, why_none
+from spartito.system.texts import text_of
 
 __all__ = [
     "CGROUPS",
@@ -150,13 +151,13 @@ def machine_memory(meminfo: Path | None = None) -> dict[str, int]:
     Args:
         meminfo: A file that says so; None is its own.
     """
-    lines = (line.split() for line in _text(meminfo or PROC / "meminfo").splitlines())
+    lines = (line.split() for line in text_of(meminfo or PROC / "meminfo").splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
 
 
 def anonymous_memory() -> int:
     """Bytes that this process has in use and the system cannot reclaim; 0 if unknown."""
-    for line in _text(PROC / "self/status").splitlines():
+    for line in text_of(PROC / "self/status").splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     return 0
@@ -165,7 +166,7 @@ def anonymous_memory() -> int:
 def resident_memory() -> int:
     """Bytes that this process has in RAM; 0 if unknown."""
     with suppress(IndexError, ValueError):
-        return int(_text(PROC / "self/statm").split()[1]) * mmap.PAGESIZE
+        return int(text_of(PROC / "self/statm").split()[1]) * mmap.PAGESIZE
     return 0
 
 
@@ -223,7 +224,7 @@ def is_caught(number: int) -> bool:
     Args:
         number: The signal.
     """
-    lines = _text(PROC / "self/status").splitlines()
+    lines = text_of(PROC / "self/status").splitlines()
     caught = next((line.split()[1] for line in lines if line.startswith("SigCgt")), "0")
     return bool(int(caught, 16) >> (number - 1) & 1)
 
@@ -280,7 +281,7 @@ def ipv4_of(interface: str) -> str:
 def ipv6_addresses() -> list[tuple[str, bool, str]]:
     """Each IPv6 address of this machine, whether it counts on its link alone, its interface."""
     found = []
-    for line in _text(PROC / "net/if_inet6").splitlines():
+    for line in text_of(PROC / "net/if_inet6").splitlines():
         number, _, _, scope, _, name = line.split()
         address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(number))
         found.append((address, scope == _LINK, name))
@@ -313,12 +314,4 @@ def wake_after(connection: socket.socket, count: int) -> None:
 
 def _stat(pid: int) -> list[str]:
     """What the kernel says of a process behind its name; empty where there is none."""
-    return _text(PROC / str(pid) / "stat").rpartition(")")[2].split()
-
-
-def _text(path: Path) -> str:
-    """The text of a file of the system, "" where it cannot be read."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+    return text_of(PROC / str(pid) / "stat").rpartition(")")[2].split()

@@ -39,6 +39,7 @@ from spartito.system.capacity import (
     cgroup_quota,
 )
 from spartito.system.files import temporary_folder
+from spartito.system.texts import text_of
 from spartito.wire.addresses import split_address
 from spartito.wire.interfaces import own_name
 
@@ -54,7 +55,7 @@ def collect(spec: ClusterSpec, env: Mapping[str, str], seconds: float) -> Facts:
     addresses = [address for tasks in spec.addresses.values() for address in tasks if address]
     hosts = (split_address(address)[0] for address in addresses)
     names = network.resolve_names(hosts, time.monotonic() + seconds)
-    machine = _text(BOOT).strip() or platform.node()
+    machine = text_of(BOOT).strip() or platform.node()
     quota = cgroup_quota()
     found = devices(env, _version("torch"), seconds)
     communication = communication_of(env)
@@ -138,7 +139,7 @@ def _refusal(env: Mapping[str, str]) -> str:
 def _cpus(machine: str, quota: float) -> str:
     """Tasks share a quota with their own cgroup, and cores without one with all who have them."""
     # Inside of containers the cgroup's path may be the same for all.
-    own = [] if math.isinf(quota) else [str(quota), _text(CGROUP) + _link(CGROUP_SPACE)]
+    own = [] if math.isinf(quota) else [str(quota), text_of(CGROUP) + _link(CGROUP_SPACE)]
     return hashlib.sha256("\n".join([machine, str(sorted(affinity())), *own]).encode()).hexdigest()[
         :16
     ]
@@ -154,13 +155,5 @@ def _version(package: str) -> str:
 def _link(path: Path) -> str:
     try:
         return os.readlink(path)
-    except OSError:
-        return ""
-
-
-def _text(path: Path) -> str:
-    """What the system says there, "" where it says nothing."""
-    try:
-        return path.read_text()
     except OSError:
         return ""
