@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 
@@ -17,6 +18,11 @@ def note(message: str, *args: object) -> None:
 def warn(message: str, *args: object) -> None:
     """Tell the user of something that probably should not be so."""
     logger.warning(message, *args)
+
+
+def say(text: str) -> None:
+    """Print a line of a command's own, beside what its tasks print."""
+    print(f"spartito: {text}", file=sys.stderr, flush=True)
 
 
 def shown(text: str, most: int = 100) -> str:

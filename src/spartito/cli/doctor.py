@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +12,7 @@ from spartito.cli.options import job_of, real, switch, taken_from, typed, value,
 from spartito.errors import UserError
 from spartito.launch.hosts.job import Hosts
 from spartito.launch.job import JobSpec, Program
+from spartito.notes import say
 
 NOT_EXAMINED = (
     "evaluator", "chief", "name", "out", "data", "env", "log_dir", "yes",
@@ -65,7 +65,7 @@ def doctor(
 
         raise typer.Exit(examine_containers(compose, timeout, as_json=json))
     if job.insecure:
-        print("spartito: insecure: tasks do not encrypt (--insecure)", file=sys.stderr, flush=True)
+        say("insecure: tasks do not encrypt (--insecure)")
     from spartito.doctor.examination import examine
     from spartito.doctor.launch.processes import examine_here
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import webbrowser
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 
 from spartito.cli.options import switch, value
 from spartito.errors import UserError
+from spartito.notes import say
 from spartito.system import IS_MAC
 
 COMPARISON, REPORT = "compare.html", "report.html"
@@ -38,7 +38,7 @@ def report(
     path = page_of(run, plan)
     print(path)
     if open and not shown(path, os.environ):
-        print("spartito: no browser can be opened here: open the file by hand", file=sys.stderr)
+        say("no browser can be opened here: open the file by hand")
 
 
 def page_of(run: Path, plan: Path | None = None) -> Path:

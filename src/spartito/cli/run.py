@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from spartito.launch.on_ray.job import OnRay
 from spartito.launch.processes.launcher import Processes
 from spartito.launch.processes.local import Local
 from spartito.names import ENV_RUN_DIR, PRECISIONS, RECIPES, nearest, new_run_folder
+from spartito.notes import say
 
 
 def _precision(text: str) -> str:
@@ -51,7 +51,7 @@ def run(
     """
     words = [script, *(arguments or [])]
     if hint := _misplaced(context, words):
-        print(f"spartito: note: {hint}", file=sys.stderr, flush=True)
+        say(f"note: {hint}")
     program = Program(script, tuple(words[1:]), "module" if module else "script")
     raise typer.Exit(launcher_of(given).start(job_of(program, given)))
 
@@ -119,7 +119,7 @@ def train(
         named = job.out or os.environ.get(ENV_RUN_DIR) or new_run_folder(recipe)
         job = replace(job, out=Path(named))
         if aside := vacate(Path(named), overwrite, os.environ):
-            print(f"spartito: the earlier run is in {aside} now", file=sys.stderr, flush=True)
+            say(f"the earlier run is in {aside} now")
     raise typer.Exit(launcher_of(given, result=json).start(job))
 
 

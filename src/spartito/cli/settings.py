@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import tomllib
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from spartito.names import (
     ENV_TLS,
     nearest,
 )
+from spartito.notes import say
 
 OWN, PROJECT = "spartito.toml", "pyproject.toml"
 OF_STRATEGY = (ENV_STRATEGY, ENV_STRATEGY_OPTIONS)
@@ -87,7 +87,7 @@ class Settings:
                 for name, flag in self.flags.items()
                 for word in _typed(flag, self.values[name])
             ]
-            print(f"spartito: {self.file}: {' '.join(words)}", file=sys.stderr, flush=True)
+            say(f"{self.file}: {' '.join(words)}")
 
     @contextmanager
     def named(self) -> Iterator[None]:
@@ -211,7 +211,7 @@ def _tables(path: Path) -> Table | None:
     # Who may write it says what is started here: a command for ssh, an interpreter.
     if owner not in (0, os.getuid()):
         said = f"note: {path} belongs to another user (number {owner}), and is not read"
-        print(f"spartito: {said}", file=sys.stderr, flush=True)
+        say(said)
         return None
     try:
         read = tomllib.loads(text)

@@ -16,6 +16,7 @@ import typer
 from spartito.cli.options import switch, value
 from spartito.errors import UserError
 from spartito.names import FOR_DATA, FOR_TASKS, RATE
+from spartito.notes import say
 from spartito.status import OVER, SILENCE, Status, statuses
 from spartito.wire.addresses import split_address
 
@@ -177,5 +178,5 @@ def _serve(run: Path, listen: str) -> None:
     except OSError as error:
         raise UserError(f"--listen {listen}: {error.strerror}", "Name a free port.") from error
     with server:
-        print(f"spartito: http://{host}:{server.server_port}/metrics", file=sys.stderr, flush=True)
+        say(f"http://{host}:{server.server_port}/metrics")
         server.serve_forever()

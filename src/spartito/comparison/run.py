@@ -28,6 +28,7 @@ from spartito.launch.processes.pause import pausing
 from spartito.launch.processes.reaper import Reaper
 from spartito.launch.processes.roles import Roles
 from spartito.names import ENV_EPOCHS, ENV_RUN_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
+from spartito.notes import say
 from spartito.system import PROC
 from spartito.system.capacity import available_cores
 
@@ -103,7 +104,7 @@ def compare_strategies(plan: Plan, env: Mapping[str, str] | None = None) -> int:
             pass
     results = _Results(plan, runner)
     for why in plan.left_out:
-        _say(why)
+        say(why)
     hold(plan.out, "comparisons", plan)
     reaper = Reaper()
     try:
@@ -111,7 +112,7 @@ def compare_strategies(plan: Plan, env: Mapping[str, str] | None = None) -> int:
             for number, planned in enumerate(plan.runs, start=1):
                 if stop.number is not None:
                     break
-                _say(f"run {number} of {len(plan.runs)}: {planned}")
+                say(f"run {number} of {len(plan.runs)}: {planned}")
                 results.add(planned, _run(runner, planned, base, reaper, stop))
                 results.check_goal()
             results.show()
@@ -119,7 +120,7 @@ def compare_strategies(plan: Plan, env: Mapping[str, str] | None = None) -> int:
         reaper.close()
         release(plan)
     if stop.number is not None:
-        _say(f"stopped by {stop.number.name} after {len(results.runs)} of {len(plan.runs)} runs")
+        say(f"stopped by {stop.number.name} after {len(results.runs)} of {len(plan.runs)} runs")
         return 128 + stop.number
     return results.exit_code
 
@@ -266,7 +267,7 @@ class _Results:
 
         for state, runs in _by_state(self.runs, self._states()).items():
             if state != DONE:
-                _say(f"{len(runs)} of {len(self.runs)} runs {VERBS[state]}: {', '.join(runs)}")
+                say(f"{len(runs)} of {len(self.runs)} runs {VERBS[state]}: {', '.join(runs)}")
 
 
 def _by_state(runs: Sequence[Mapping[str, Any]], states: Sequence[str]) -> dict[str, list[str]]:
@@ -354,10 +355,6 @@ def _write(lines: Sequence[bytes], ours: BinaryIO, kept: deque[bytes] | None = N
     with suppress(OSError):  # nobody reads us any more, or the disk is full; results are files
         ours.writelines(lines)
         ours.flush()
-
-
-def _say(text: str) -> None:
-    print(f"spartito: {text}", file=sys.stderr, flush=True)
 
 
 def _processor() -> str:

@@ -19,6 +19,7 @@ from spartito.errors import UserError
 from spartito.launch.job import JobSpec
 from spartito.launch.processes.roles import Roles
 from spartito.names import ENV_STRATEGY, ENV_TIMEOUT, ENV_TLS, plural
+from spartito.notes import say
 from spartito.registry import default_name, strategy_info
 
 NAMES = {"ps": "parameter server"}
@@ -158,7 +159,7 @@ def print_file(text: str, notes: Iterable[str] = ()) -> None:
     Raises `UserError` where it cannot be written.
     """
     for said in notes:
-        print(f"spartito: {said}", file=sys.stderr)
+        say(said)
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

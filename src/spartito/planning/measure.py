@@ -25,6 +25,7 @@ from spartito.names import (
     ENV_STRATEGY,
     ENV_STRATEGY_OPTIONS,
 )
+from spartito.notes import say
 from spartito.planning import probe
 from spartito.planning.profile import Line, Profile, source_of
 from spartito.system.capacity import memory_limit
@@ -121,7 +122,7 @@ def _steps(
         ENV_RUN_DIR: str(folder / "run"),
         ENV_STRATEGY: "one_device",
     }
-    _say(f"profiling {program.title}: one process trains for about ten seconds")
+    say(f"profiling {program.title}: one process trains for about ten seconds")
     began = time.monotonic()
     code, said = _run([sys.executable, *words], env, until=file)
     if not file.exists():
@@ -143,7 +144,7 @@ def _steps(
 
 def _exchanges(folder: Path, base: Mapping[str, str]) -> dict[str, Any]:
     """What two processes find out about the machine."""
-    _say("two processes of this machine exchange for about five seconds")
+    say("two processes of this machine exchange for about five seconds")
     file = folder / "exchanges.json"
     told = environments(dict(base), Position(0, 1, "127.0.0.1", free_port()), 2)
     words = [sys.executable, str(Path(probe.__file__)), str(file)]
@@ -210,7 +211,3 @@ def _end(task: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             task.kill()
             task.wait()
-
-
-def _say(text: str) -> None:
-    print(f"spartito: {text}", file=sys.stderr, flush=True)

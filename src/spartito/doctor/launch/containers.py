@@ -17,8 +17,8 @@ from spartito.launch.containers import job as cluster_job
 from spartito.launch.containers.engine import ASK_SECONDS, Engine, TaskState, run
 from spartito.launch.containers.file import JobFile, read_job
 from spartito.launch.containers.secret import make_secret
-from spartito.launch.containers.watch import say
 from spartito.launch.yaml_text import dump
+from spartito.notes import say
 
 START_SECONDS = 30.0
 """How long after its time limit a doctor may end: a fraction of a CPU starts Python slowly."""

@@ -15,7 +15,8 @@ from spartito.launch.containers.compose import STOP_SECONDS
 from spartito.launch.containers.engine import VERSION_LABEL, Engine, TaskState
 from spartito.launch.containers.file import Folder, JobFile, read_job
 from spartito.launch.containers.secret import make_secret
-from spartito.launch.containers.watch import Watch, how_it_ended, say, verdict
+from spartito.launch.containers.watch import Watch, how_it_ended, verdict
+from spartito.notes import say
 from spartito.wire.addresses import split_address
 from spartito.wire.listening import bound
 

@@ -17,6 +17,7 @@ from spartito.errors import EXIT_PREEMPTED, EXIT_TASK_LOST
 from spartito.launch.containers.engine import Engine, TaskState
 from spartito.launch.containers.file import JobFile
 from spartito.launch.processes.output import Sink, binary, prefixed
+from spartito.notes import say
 
 LOOK_SECONDS = 2.0
 """How often we look how the containers go, when none of them has ended."""
@@ -324,8 +325,3 @@ def _how(job: JobFile, state: TaskState) -> str:
     if state.code > 128:
         return f"was killed by signal {state.code - 128}"
     return f"failed with exit code {state.code}"
-
-
-def say(text: str) -> None:
-    """Print a line of ours beside those of the tasks."""
-    print(f"spartito: {text}", file=sys.stderr, flush=True)

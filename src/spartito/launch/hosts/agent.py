@@ -27,6 +27,7 @@ from spartito.launch.processes.heartbeats import Heartbeats
 from spartito.launch.processes.process import out_of_memory
 from spartito.launch.processes.reaper import Reaper
 from spartito.names import ENV_RECOVERY, ENV_SECRET, ENV_SECRET_FILE, ENV_STORE
+from spartito.notes import say
 from spartito.system import die_with_parent, end_within
 from spartito.system.capacity import memory_kills
 
@@ -85,7 +86,7 @@ def keep(silence: float, env: Mapping[str, str], argv: Sequence[str]) -> int:
         beats.close()
         reaper.close()
     if code == OF_SSH:
-        print("spartito: exit code 255 becomes 1: ssh has 255 for itself", file=sys.stderr)
+        say("exit code 255 becomes 1: ssh has 255 for itself")
         return 1
     return code if code >= 0 else 128 - code
 
@@ -140,7 +141,7 @@ def _name_in(env: Mapping[str, str]) -> str:
 
 def _say(text: str) -> None:
     """Tell the launcher of the task, whose name it prints before the line."""
-    print(f"spartito: the task {text}", file=sys.stderr, flush=True)
+    say(f"the task {text}")
 
 
 def _wait(task: _Kept, beats: Heartbeats) -> int:

@@ -23,6 +23,7 @@ from types import FrameType
 from spartito.launch.hosts.agent import HEARTBEAT, OF_SSH, first_line
 from spartito.launch.processes.process import AGAIN
 from spartito.names import ENV_SECRET
+from spartito.notes import say
 from spartito.system import die_with_parent
 from spartito.wire.secret import read_secret
 
@@ -90,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
             return _fall(told)
         time.sleep(RETRY_SECONDS)
     if code == OF_SSH or code < 0:
-        print(f"spartito: the connection to {host} is lost", file=sys.stderr, flush=True)
+        say(f"the connection to {host} is lost")
         return _fall(signal.SIGHUP)
     return _fall(code - 128) if code - 128 in FATAL else code
 
