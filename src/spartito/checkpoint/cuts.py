@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -177,6 +177,13 @@ class Part:
 
     tensor: Tensor
     cut: Cut
+
+
+def part_of(value: Any, cut: Cut | None) -> Any:
+    """What an optimizer's state has of a cut parameter: a part, or what is whole, as a counter."""
+    if cut is None or not isinstance(value, Tensor) or tuple(value.shape) != cut.local:
+        return value
+    return Part(value, cut)
 
 
 def boxes_of_span(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:

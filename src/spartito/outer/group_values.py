@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spartito.accelerators import rounding_id
-from spartito.checkpoint.cuts import Cut, Part, SpanCut
+from spartito.checkpoint.cuts import Cut, Part, SpanCut, part_of
 from spartito.checkpoint.saved_state import Stored
 from spartito.collectives.collective import Collective
 from spartito.collectives.hierarchical import ENDS_GROUP, PATIENCE
@@ -147,7 +147,7 @@ class Values(ABC):
         """
         cuts = dict(zip(self.names, self._cuts(), strict=True))
         return {
-            name: {key: _part(value, cuts[name]) for key, value in values.items()}
+            name: {key: part_of(value, cuts[name]) for key, value in values.items()}
             for name, values in state.items()
             if not _is_empty(cuts[name])
         }
@@ -479,12 +479,6 @@ def copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """
     if into:
         torch._foreach_copy_([each.detach() for each in into], [each.detach() for each in values])
-
-
-def _part(value: Any, cut: Cut | None) -> Any:
-    if cut is None or not isinstance(value, Tensor) or tuple(value.shape) != cut.local:
-        return value
-    return Part(value, cut)
 
 
 def _is_empty(cut: Cut | None) -> bool:

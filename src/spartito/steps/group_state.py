@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from spartito.checkpoint.cuts import Cut, Part
+from spartito.checkpoint.cuts import Cut, part_of
 from spartito.checkpoint.saved_state import Saved, Unread
 from spartito.collectives.collective import Collective
 from spartito.engine.optimizers import load_named_state, unwrap
@@ -27,15 +26,8 @@ def in_parts(optimizer: Mapping[str, Any], cuts: Mapping[str, Cut]) -> dict[str,
         optimizer: Of this task.
         cuts: Of which parameters it has a part.
     """
-
-    def part(name: str, value: Any) -> Any:
-        cut = cuts.get(name)
-        if cut is None or not isinstance(value, Tensor) or tuple(value.shape) != cut.local:
-            return value  # whole, or a step counter
-        return Part(value, cut)
-
     state = {
-        name: {key: part(name, value) for key, value in values.items()}
+        name: {key: part_of(value, cuts.get(name)) for key, value in values.items()}
         for name, values in optimizer["state"].items()
     }
     return {**optimizer, "state": state}
