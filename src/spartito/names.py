@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 ENV_STRATEGY = "SPARTITO_STRATEGY"
@@ -100,6 +100,14 @@ def divisors(number: int) -> str:
         Them, with commas between.
     """
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def who_has(values: Mapping[str, str]) -> dict[str, list[str]]:
+    """The names that have each of the values."""
+    found: dict[str, list[str]] = {}
+    for name, value in values.items():
+        found.setdefault(value, []).append(name)
+    return found
 
 
 def plural(count: int, word: str, several: str = "") -> str:

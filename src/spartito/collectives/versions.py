@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from spartito import __version__
 from spartito.errors import UserError
+from spartito.names import who_has
 
 
 @cache
@@ -59,21 +60,19 @@ def check_versions(versions: Mapping[str, Versions]) -> None:
     if len({one.spartito for one in versions.values()}) > 1:
         raise UserError(
             f"the tasks have different versions of Spartito: "
-            f"{_who_has({name: one.spartito for name, one in versions.items()})}",
+            f"{_listed({name: one.spartito for name, one in versions.items()})}",
             "Install the same one on all machines; spartito doctor shows who has which.",
         )
     if len({one.torch_series for one in versions.values()}) > 1:
         raise UserError(
             f"the tasks have different versions of torch: "
-            f"{_who_has({name: one.torch for name, one in versions.items()})}",
+            f"{_listed({name: one.torch for name, one in versions.items()})}",
             "The same model may come to other numbers there: install torch with the same two "
             "first numbers on all machines; spartito doctor shows who has which.",
         )
 
 
-def _who_has(versions: Mapping[str, str]) -> str:
+def _listed(versions: Mapping[str, str]) -> str:
     """As ``0.1.0 on worker 0 and worker 2, 0.2.0 on worker 1``."""
-    having: dict[str, list[str]] = {}
-    for name, text in versions.items():
-        having.setdefault(text, []).append(name)
-    return ", ".join(f"{text} on {' and '.join(names)}" for text, names in having.items())
+    having = who_has(versions).items()
+    return ", ".join(f"{text} on {' and '.join(names)}" for text, names in having)

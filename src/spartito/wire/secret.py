@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spartito.errors import UserError
-from spartito.names import ENV_SECRET, ENV_SECRET_FILE, ENV_TLS
+from spartito.names import ENV_SECRET, ENV_SECRET_FILE, ENV_TLS, who_has
 from spartito.wire.addresses import is_loopback
 
 LEAST = 16
@@ -105,9 +105,7 @@ def fingerprint(secret: str) -> str:
 
 def check_secrets(fingerprints: Mapping[str, str]) -> None:
     """Raise `UserError` unless the tasks of these names have one secret, or none has any."""
-    having: dict[str, list[str]] = {}
-    for name, found in fingerprints.items():
-        having.setdefault(found, []).append(name)
+    having = who_has(fingerprints)
     if len(having) > 1:
         listed = ", ".join(
             f"{' and '.join(names)} {'one' if found else 'none'}" for found, names in having.items()

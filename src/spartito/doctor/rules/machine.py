@@ -10,6 +10,7 @@ from spartito.doctor.findings import Facts, Findings
 from spartito.doctor.rules.verdict import Severity, Verdict, Verdicts
 from spartito.doctor.wording import amount, duration, joined
 from spartito.launch.containers.plan import LEAST_MEMORY
+from spartito.names import who_has
 
 SAME = "Install the same on all."
 CLOCK_SECONDS = 1.0
@@ -27,7 +28,7 @@ def versions(findings: Findings) -> Verdicts:
     """Spartito, torch or Python that differ, or are not there."""
     installed = {task: facts.versions for task, facts in findings.facts.items()}
     for package in sorted({name for versions in installed.values() for name in versions}):
-        have = _grouped({task: found.get(package, "?") for task, found in installed.items()})
+        have = who_has({task: found.get(package, "?") for task, found in installed.items()})
         if len(have) > 1:
             alike = package == "torch" and len({Versions("", v).torch_series for v in have}) == 1
             severity: Severity = "warning" if alike else "error"
@@ -137,7 +138,7 @@ def gpus(findings: Findings) -> Verdicts:
         for task, facts in findings.facts.items()
         if task.split()[0] in {"chief", "worker"}
     }
-    have = _grouped({task: f"{len(cards)} GPUs" for task, cards in trains.items()})
+    have = who_has({task: f"{len(cards)} GPUs" for task, cards in trains.items()})
     if len(have) > 1:
         what = f"the tasks see different GPUs: {_listed(have)}"
         advice = "Where they are missing, look at the driver, and at CUDA_VISIBLE_DEVICES."
@@ -150,14 +151,7 @@ def gpus(findings: Findings) -> Verdicts:
 
 def _by(findings: Findings, key: Callable[[Facts], str]) -> dict[str, list[str]]:
     """The tasks that came, grouped."""
-    return _grouped({task: key(facts) for task, facts in findings.facts.items()})
-
-
-def _grouped(values: Mapping[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for task, value in values.items():
-        found.setdefault(value, []).append(task)
-    return found
+    return who_has({task: key(facts) for task, facts in findings.facts.items()})
 
 
 def _listed(have: Mapping[str, list[str]]) -> str:
