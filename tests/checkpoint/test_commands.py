@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import spartito as sp
 from spartito.checkpoint.cuts import Box
 from spartito.checkpoint.manager import read_checkpoint, write_checkpoint, write_trees
-from spartito.checkpoint.stored_parts import Part, write_parts
 from spartito.cli import main
 from spartito.storage.atomic import write_directory
+from tests.checkpoint.parts import Part, write_parts
 
 State = dict[str, Tensor]
 

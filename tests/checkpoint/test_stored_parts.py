@@ -15,10 +15,11 @@ from torch import Tensor
 
 from spartito.checkpoint.cuts import Box, SpanCut, boxes_of_span, gap
 from spartito.checkpoint.saving import CopyMemory
-from spartito.checkpoint.stored_parts import Part, Reader, Slot, write_parts
+from spartito.checkpoint.stored_parts import Reader, Slot
 from spartito.checkpoint.write_plan import Local, merged, plan
 from spartito.errors import UserError
 from spartito.storage.stream import CODES
+from tests.checkpoint.parts import Part, write_parts
 
 Shape = tuple[int, ...]
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)

@@ -82,10 +82,6 @@ def test_an_evaluator_apart_is_alone_and_nobodys_chief() -> None:
     assert not own.is_chief
 
 
-def test_another_source_changes_nothing_else() -> None:
-    assert TWO.from_source("x") == replace(TWO, source="x")
-
-
 @pytest.mark.parametrize(
     ("change", "rule"),
     [

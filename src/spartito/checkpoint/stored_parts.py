@@ -72,24 +72,6 @@ class Slot:
         return self.box == Box.all_of(self.shape)
 
 
-@dataclass(frozen=True)
-class Part:
-    """A box of a whole tensor, with its values: what one task has of it.
-
-    Args:
-        slot: Which box of which tensor.
-        tensor: The values, of the box's shape, any strides, on any device.
-    """
-
-    slot: Slot
-    tensor: Tensor
-
-    @classmethod
-    def of(cls, name: str, tensor: Tensor, shape: Sequence[int], box: Box) -> Part:
-        """The part of the tensor ``name``, which is ``shape`` as a whole."""
-        return cls(Slot(name, tuple(shape), tensor.dtype, box), tensor)
-
-
 def file_name(section: str, number: int, count: int) -> str:
     """The name of file ``number`` of ``count``, from 1."""
     return f"{section}-{number:05d}-of-{count:05d}{SUFFIX}" if count > 1 else section + SUFFIX
@@ -136,32 +118,6 @@ def write_slots(
     _, entries, boxes = arrange(slots)
     metadata = metadata_with(aliases) | ({BOXES: json.dumps(boxes)} if boxes else {})
     write_stream(file, entries, tensors, metadata)
-
-
-def write_parts(
-    directory: Path,
-    section: str,
-    writer: tuple[int, int],
-    parts: Sequence[Part],
-    aliases: Mapping[str, str] | None = None,
-) -> Path:
-    """Write one task's file of a section.
-
-    Args:
-        directory: That of the checkpoint.
-        section: "model", "optimizer", ...
-        writer: (index, count) of the files of the section.
-        parts: What this file holds.
-        aliases: Names that stand for others (tied weights).
-
-    Returns:
-        The file.
-    """
-    file = directory / file_name(section, writer[0] + 1, writer[1])
-    values = {part.slot: part.tensor for part in parts}
-    slots, _, _ = arrange(values)
-    write_slots(file, slots, (values[slot] for slot in slots), aliases or {})
-    return file
 
 
 class Tensors(Protocol):

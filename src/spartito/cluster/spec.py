@@ -189,14 +189,6 @@ class ClusterSpec:
         address = self.address_of(task)
         return f"{task} ({address})" if address else str(task)
 
-    def from_source(self, source: str) -> Self:
-        """The same cluster, read from elsewhere.
-
-        Args:
-            source: What messages call it.
-        """
-        return replace(self, source=source)
-
     def _figures(self) -> str:
         return (
             f"task {self.task}, rank {self.rank} of {self.world_size}, "
