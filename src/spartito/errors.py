@@ -15,6 +15,9 @@ import io
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 
 from spartito.names import ENV_TRACEBACK
@@ -153,3 +156,15 @@ def install_excepthook() -> None:
 
     hook._spartito = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+@contextmanager
+def writable(directory: Path) -> Iterator[None]:
+    """Turn the system's refusal into an `UnwritableError` that names the folder and the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise UnwritableError(
+            f"{directory} cannot be written: {error.strerror or error}",
+            "Name a folder that this process may write to, with space on its disk.",
+        ) from error

@@ -26,12 +26,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
 
-from spartito.errors import UserError
+from spartito.errors import UserError, writable
 from spartito.forks import keep_from_forks
 from spartito.life import Life
 from spartito.names import ENV_SECRET, ENV_SECRET_FILE, ENV_STORE
 from spartito.notes import note, shown
-from spartito.storage.atomic import writable
 from spartito.wire.interfaces import own_name
 
 LOCK = ".spartito.lock"

@@ -24,8 +24,8 @@ from spartito.checkpoint.manager import write_trees
 from spartito.checkpoint.stored_parts import Slot, write_slots
 from spartito.checkpoint.write_plan import FilePlan, Local, Plan, plan
 from spartito.collectives.collective import Collective
-from spartito.errors import UnwritableError, UserError
-from spartito.storage.atomic import writable, write_file_atomically
+from spartito.errors import UnwritableError, UserError, writable
+from spartito.storage.atomic import write_file_atomically
 from spartito.storage.tensors import unpack_state
 from spartito.system import affinity, large_pages
 

@@ -24,10 +24,10 @@ from typing import Any, BinaryIO
 
 from spartito.data.known_sets import KNOWN, KnownFile, KnownSet
 from spartito.data.progress import Progress
-from spartito.errors import UnwritableError, UserError
+from spartito.errors import UnwritableError, UserError, writable
 from spartito.names import nearest
 from spartito.notes import note
-from spartito.storage.atomic import is_whole, read_manifest, writable, write_directory
+from spartito.storage.atomic import is_whole, read_manifest, write_directory
 from spartito.storage.files import open_files, read_range
 from spartito.storage.span_cache import cache_folder
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spartito.errors import writable
 from spartito.names import plural, size
 from spartito.planning.costs.parts import WAITS
 from spartito.planning.scaling import Curve, curves
@@ -18,7 +19,7 @@ from spartito.report.bars import Bar, Bars
 from spartito.report.charts import SERIES, Chart, Line, drawn, page_colour
 from spartito.report.page import OF_A_PAGE
 from spartito.report.templating import page_template
-from spartito.storage.atomic import writable, write_file_atomically
+from spartito.storage.atomic import write_file_atomically
 from spartito.storage.own_files import check_own, has_keys
 
 PAGE, RECORD, TRACE = "plan.html", "plan.json", "steps.trace.json"

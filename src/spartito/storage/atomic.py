@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from spartito.errors import UnwritableError, UserError
+from spartito.errors import UnwritableError, UserError, writable
 from spartito.failpoints import failpoint
 from spartito.storage.leftovers import NEW, OLD, beside, is_leftover, parts_of
 
@@ -398,18 +398,6 @@ def _sync_directory(directory: Path) -> None:
     # Some network file systems refuse to sync a directory; their rename is durable by itself.
     with suppress(OSError):
         _sync(directory)
-
-
-@contextmanager
-def writable(directory: Path) -> Iterator[None]:
-    """Turn the system's refusal into an `UnwritableError` that names the folder and the reason."""
-    try:
-        yield
-    except OSError as error:
-        raise UnwritableError(
-            f"{directory} cannot be written: {error.strerror or error}",
-            "Name a folder that this process may write to, with space on its disk.",
-        ) from error
 
 
 @contextmanager

@@ -17,13 +17,13 @@ from spartito import __version__, status
 from spartito.aside import put_aside
 from spartito.cluster.resolver import starter
 from spartito.engine.optimizers import unwrap
-from spartito.errors import UnwritableError
+from spartito.errors import UnwritableError, writable
 from spartito.notes import note, warn
 from spartito.report.evaluations import EVALUATIONS, keep_until
 from spartito.report.lines import line_of, record_of
 from spartito.report.page import OF_A_PAGE, REPORT, write_report
 from spartito.report.run_ends import COMPLETE, NOT_FINITE, STOPPED
-from spartito.storage.atomic import check_writable, writable, write_file_atomically
+from spartito.storage.atomic import check_writable, write_file_atomically
 from spartito.storage.own_files import begins_with, check_own, has_keys
 from spartito.training.callback import Callback, Logs
 from spartito.training.nonfinite import STOP

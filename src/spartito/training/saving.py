@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from spartito.checkpoint.manager import write_sections
 from spartito.checkpoint.saving import Unwritten
-from spartito.errors import TaskLostError, UnwritableError, UserError
+from spartito.errors import TaskLostError, UnwritableError, UserError, writable
 from spartito.heartbeat import SAVE, during
 from spartito.notes import warn
-from spartito.storage.atomic import writable, write_directory
+from spartito.storage.atomic import write_directory
 from spartito.storage.tensors import copied
 from spartito.training.callback import Callback
 from spartito.training.schedule import scheduler_state

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from spartito.aside import put_aside
-from spartito.errors import UserError
+from spartito.errors import UserError, writable
 from spartito.notes import note, warn
-from spartito.storage.atomic import writable
 from spartito.training.callback import Callback, Logs
 
 SHOWN = 8
