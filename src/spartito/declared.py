@@ -20,13 +20,7 @@ from typing import Any
 
 from spartito.errors import UserError
 from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
-from spartito.registry import (
-    OF_THE_JOB,
-    StrategyInfo,
-    nesting_names,
-    strategy_info,
-    strategy_names,
-)
+from spartito.registry import OF_THE_JOB, StrategyInfo, nesting_names, strategy_info, strategy_names
 
 INSIDE = "inside"
 """The option that is another strategy."""

@@ -39,13 +39,7 @@ from spartito.launch.job import Program
 from spartito.launch.lines.network import NoNamespacesError
 from spartito.launch.processes.reaper import Reaper
 from spartito.launch.processes.roles import Roles
-from spartito.names import (
-    ENV_RUN_DIR,
-    ENV_STRATEGY,
-    ENV_STRATEGY_OPTIONS,
-    ENV_TIMEOUT,
-    nearest,
-)
+from spartito.names import ENV_RUN_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS, ENV_TIMEOUT, nearest
 from spartito.registry import StrategyInfo, names_anywhere, strategy_info
 from spartito.storage.own_files import begins_with, check_own
 

@@ -15,12 +15,7 @@ from typing import Protocol, Self, TypeVar
 import torch
 
 from spartito.cluster.store.client import FencedError, StoreError, StoreSilentError
-from spartito.errors import (
-    EXIT_TASK_LOST,
-    MismatchedCallsError,
-    SpartitoError,
-    TaskLostError,
-)
+from spartito.errors import EXIT_TASK_LOST, MismatchedCallsError, SpartitoError, TaskLostError
 from spartito.notes import TORCH_LEVEL
 from spartito.threads import in_thread
 from spartito.waiting import Waiting

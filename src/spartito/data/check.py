@@ -19,14 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from spartito.data.decode import decode, read_bytes
-from spartito.data.headers import (
-    ImageFault,
-    Kind,
-    has_exif,
-    has_jfif,
-    promised_format,
-    sniff,
-)
+from spartito.data.headers import ImageFault, Kind, has_exif, has_jfif, promised_format, sniff
 from spartito.data.progress import Progress
 from spartito.data.walk import image_files
 from spartito.errors import UserError, show

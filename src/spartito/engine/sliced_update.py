@@ -23,11 +23,7 @@ from spartito.collectives.collective import Piggybacked
 from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.collectives.slices import cut
 from spartito.engine import fused_update
-from spartito.engine.gradients import (
-    PackedGradients,
-    different_batches,
-    writes_gradients,
-)
+from spartito.engine.gradients import PackedGradients, different_batches, writes_gradients
 from spartito.engine.host_reads import Number
 from spartito.engine.memory_layout import dense, overlap, sample
 from spartito.engine.shared_optimizer_state import VERSION, Cut, SharedState

@@ -18,13 +18,7 @@ from spartito.cluster.resolver import check_alone
 from spartito.errors import UserError
 from spartito.launch.job import Program
 from spartito.launch.processes.local import Position, environments
-from spartito.names import (
-    ENV_EPOCHS,
-    ENV_PROFILE,
-    ENV_RUN_DIR,
-    ENV_STRATEGY,
-    ENV_STRATEGY_OPTIONS,
-)
+from spartito.names import ENV_EPOCHS, ENV_PROFILE, ENV_RUN_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS
 from spartito.notes import say
 from spartito.planning import probe
 from spartito.planning.profile import Line, Profile, source_of

@@ -38,14 +38,7 @@ from spartito.steps.computation import Evaluated, WholeModel, no_rows, of_spare_
 from spartito.steps.groups import AXIS, LAYERS
 from spartito.steps.parts import Exchange, Prepared, Settings, State
 from spartito.steps.prepared import Pair, tensors_of
-from spartito.steps.stage_passes import (
-    StagePasses,
-    draws,
-    nothing,
-    telling,
-    told,
-    told_bytes,
-)
+from spartito.steps.stage_passes import StagePasses, draws, nothing, telling, told, told_bytes
 from spartito.steps.team import Team
 from spartito.steps.tensor_parallel import TensorParallel
 from spartito.steps.topology import Connected, Grid

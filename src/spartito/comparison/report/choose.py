@@ -30,13 +30,7 @@ from spartito.comparison.report.results import (
 )
 from spartito.names import plural, size
 from spartito.registry import is_asynchronous
-from spartito.report.figures import (
-    duration,
-    figure,
-    higher_is_better,
-    label,
-    points,
-)
+from spartito.report.figures import duration, figure, higher_is_better, label, points
 
 UNSTEADY = 0.5
 """A speed whose epochs vary by this fraction of it says little: something disturbed the run."""

@@ -13,13 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from spartito.data.blocks.formats import (
-    Block,
-    Columns,
-    FileIndex,
-    Span,
-    whole_block,
-)
+from spartito.data.blocks.formats import Block, Columns, FileIndex, Span, whole_block
 from spartito.errors import UserError
 from spartito.names import nearest
 from spartito.storage.files import File, RangeReader

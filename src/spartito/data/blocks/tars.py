@@ -15,14 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from spartito.data.blocks.formats import (
-    Block,
-    Columns,
-    FileIndex,
-    Missing,
-    Span,
-    whole_block,
-)
+from spartito.data.blocks.formats import Block, Columns, FileIndex, Missing, Span, whole_block
 from spartito.errors import UserError
 from spartito.storage.files import File, RangeReader
 

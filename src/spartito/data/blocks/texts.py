@@ -6,14 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from spartito.data.blocks.formats import (
-    Block,
-    Columns,
-    FileIndex,
-    Missing,
-    Span,
-    whole_block,
-)
+from spartito.data.blocks.formats import Block, Columns, FileIndex, Missing, Span, whole_block
 from spartito.errors import UserError
 from spartito.storage.files import File, RangeReader
 

@@ -12,14 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from spartito.data.blocks.manifest import (
-    NAME,
-    VERSION,
-    LeftOut,
-    Manifest,
-    Shard,
-    decode_manifest,
-)
+from spartito.data.blocks.manifest import NAME, VERSION, LeftOut, Manifest, Shard, decode_manifest
 from spartito.data.order import Indices
 from spartito.data.packing.columns import KEY
 from spartito.data.packing.destination import Destination, Hashing

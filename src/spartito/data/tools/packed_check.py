@@ -28,14 +28,7 @@ from spartito.data.decode import decode
 from spartito.data.headers import READABLE, ImageFault, promised_format, sniff
 from spartito.data.progress import Progress
 from spartito.errors import UserError, show
-from spartito.storage.files import (
-    File,
-    Files,
-    is_for_good,
-    names_folder,
-    open_files,
-    read_range,
-)
+from spartito.storage.files import File, Files, is_for_good, names_folder, open_files, read_range
 from spartito.storage.remote import UnreadableError
 from spartito.storage.span_cache import SpanCache, default_cache
 from spartito.system.capacity import available_cores

@@ -32,12 +32,7 @@ from spartito.system import (
     memory_folder,
     shares_memory,
 )
-from spartito.system.capacity import (
-    available_cores,
-    available_memory,
-    cgroup_memory,
-    cgroup_quota,
-)
+from spartito.system.capacity import available_cores, available_memory, cgroup_memory, cgroup_quota
 from spartito.system.files import temporary_folder
 from spartito.system.texts import text_of
 from spartito.wire.addresses import split_address

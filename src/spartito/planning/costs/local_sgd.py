@@ -13,13 +13,7 @@ from spartito.planning.costs.failures import Loss
 from spartito.planning.costs.failures import lost as lost_together
 from spartito.planning.costs.groups import EVERY, groups_of
 from spartito.planning.costs.memory import held
-from spartito.planning.costs.parts import (
-    OTHERS,
-    Cost,
-    Situation,
-    check_options,
-    whole_number,
-)
+from spartito.planning.costs.parts import OTHERS, Cost, Situation, check_options, whole_number
 
 OPTIONS: tuple[str, ...] = ("groups", "every", "compress")
 PAUSE = 2.0

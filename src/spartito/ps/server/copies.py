@@ -15,15 +15,7 @@ from spartito.notes import warn
 from spartito.ps.protocol.codec import PlainCodec
 from spartito.ps.protocol.layout import ITEM_SIZES, unused
 from spartito.ps.protocol.memory import dtype_of
-from spartito.ps.protocol.messages import (
-    Copy,
-    Copying,
-    Done,
-    Elsewhere,
-    Message,
-    Update,
-    Whole,
-)
+from spartito.ps.protocol.messages import Copy, Copying, Done, Elsewhere, Message, Update, Whole
 from spartito.ps.protocol.runtime import Channel, Condition
 from spartito.ps.server.shard import Shard
 from spartito.wire.frames import Gone, need

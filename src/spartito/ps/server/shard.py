@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import (
-    Optimizer,
-)
+from torch.optim import Optimizer
 
 from spartito.engine import fused_update
 from spartito.ps.protocol.layout import Layout, Run, Span, runs, unused

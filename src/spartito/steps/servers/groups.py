@@ -15,14 +15,7 @@ from spartito.engine.batchnorm import has_batchnorm
 from spartito.errors import UserError
 from spartito.names import nearest, plural
 from spartito.notes import warn
-from spartito.outer.groups import (
-    TOKENS,
-    Asked,
-    Members,
-    check_weights,
-    groups_of,
-    updates_between,
-)
+from spartito.outer.groups import TOKENS, Asked, Members, check_weights, groups_of, updates_between
 from spartito.outer.optimizer import OuterOptimizer, choose, make_outer
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.scheduler.gathering import Done

@@ -23,15 +23,7 @@ from spartito.engine.denormals import Denormals
 from spartito.errors import SpartitoError, UserError
 from spartito.heartbeat import resume, waits
 from spartito.ps.chief import Chief
-from spartito.ps.protocol.work import (
-    NOWHERE,
-    Complete,
-    Lease,
-    Pause,
-    Reached,
-    Report,
-    WorkSource,
-)
+from spartito.ps.protocol.work import NOWHERE, Complete, Lease, Pause, Reached, Report, WorkSource
 from spartito.ps.scheduler.plan import Plan
 from spartito.ps.scheduler.readings import Halfway
 from spartito.steps.batches import WAITING
