@@ -17,7 +17,7 @@ import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from spartito.wire import ports  # noqa: E402
-from tests import commands, simulated, skips, stacks, workers  # noqa: E402
+from tests import commands, simulated, simulated_group, skips, stacks, workers  # noqa: E402
 from tests.at_night import is_at_night  # noqa: E402
 from tests.replicas import Replicas  # noqa: E402
 
@@ -150,6 +150,15 @@ def accelerators() -> Iterator[Replicas]:
     """As ``replicas``, on simulated accelerators, which they share."""
     simulated.built()  # before their time limits begin
     pool = Replicas(simulated.begin)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def accelerator_groups() -> Iterator[Replicas]:
+    """As ``accelerators``, with one for each task and a process group for them: as under NCCL."""
+    simulated.built()
+    pool = Replicas(simulated_group.begin)
     yield pool
     pool.close()
 

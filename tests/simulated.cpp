@@ -1,7 +1,7 @@
 // A simulated accelerator for tests: the device `sim`. Each operation runs torch's kernel for CPUs
 // on memory that nothing else can touch: its addresses are none of the process's, but for a bit.
 //
-// Two devices are there. Errors: tensors of the CPU (but for scalars) beside those of the device,
+// Errors: tensors of the CPU (but for scalars) beside those of the device,
 // tensors of both devices; who reads an address of the device ends with a segmentation fault. Counted: values that are read by the host, copies and bytes that
 // cross, operations.
 
@@ -24,7 +24,7 @@
 
 namespace {
 
-constexpr c10::DeviceIndex DEVICES = 2;
+c10::DeviceIndex devices = 2;  // of this machine
 constexpr auto KIND = c10::DeviceType::PrivateUse1;
 
 std::atomic<int64_t> reads{0}, to_host{0}, to_device{0}, bytes_to_host{0}, bytes_to_device{0},
@@ -78,7 +78,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device to) const noexcept override {
     if (to.has_index()) current = to.index();
   }
-  c10::DeviceIndex deviceCount() const noexcept override { return DEVICES; }
+  c10::DeviceIndex deviceCount() const noexcept override { return devices; }
   // All is done when a call returns: there is one stream, and it is always empty.
   c10::Stream getStream(c10::Device on) const override { return c10::Stream(c10::Stream::DEFAULT, on); }
   c10::Stream getNewStream(c10::Device on, int) const override {
@@ -89,7 +89,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
   void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag)
-      const override { *event = const_cast<c10::DeviceIndex*>(&DEVICES); }
+      const override { *event = &devices; }
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const c10::Stream&) const override { return true; }
@@ -109,7 +109,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return DEVICES; }
+  c10::DeviceIndex deviceCount() const override { return devices; }
   c10::DeviceIndex getCurrentDevice() const override { return current; }
   void setCurrentDevice(c10::DeviceIndex to) const override {
     if (to >= 0) current = to;
@@ -386,6 +386,17 @@ void set_state(const at::Tensor& state) {
   auto made = generator();
   made.set_state(state);
 }
+// The same memory, for a process group: whoever moves it may outlive the tensor.
+at::Tensor lent(const at::Tensor& ours) {
+  auto made = shown(ours);
+  auto* keeps = new at::Tensor(ours.detach());
+  c10::DataPtr pointer{of_host(ours.storage().mutable_data()), keeps,
+                       [](void* held) { delete static_cast<at::Tensor*>(held); },
+                       c10::Device(c10::kCPU)};
+  made.storage().set_data_ptr_noswap(std::move(pointer));
+  return made;
+}
+void have(int64_t count) { devices = static_cast<c10::DeviceIndex>(count); }
 int64_t device_now() { return current; }
 void choose(int64_t index) { current = static_cast<c10::DeviceIndex>(index); }
 
@@ -432,6 +443,8 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 }
 TORCH_LIBRARY(sim, m) {
   m.def("counted(str what) -> int", counted);
+  m.def("have(int count) -> ()", have);
+  m.def("lent(Tensor ours) -> Tensor", lent);
   m.def("device_now() -> int", device_now);
   m.def("choose(int index) -> ()", choose);
   m.def("seed(int number) -> ()", seed);

@@ -94,16 +94,18 @@ class Module:
         return [torch.bfloat16, torch.float16]
 
 
-def register() -> None:
-    """Let torch have the device; again changes nothing."""
+def register(module: Module | None = None) -> None:
+    """Let torch have the device, with a module of its own; again changes nothing."""
     global _registered
     if _registered:
         return
     library = built()
+    module = Module() if module is None else module
     torch.utils.rename_privateuse1_backend(NAME)
-    torch._register_device_module(NAME, Module())
+    torch._register_device_module(NAME, module)
     torch.utils.generate_methods_for_privateuse1_backend()
     torch.ops.load_library(str(library))
+    torch.ops.sim.have(module.device_count())
     _registered = True
 
 

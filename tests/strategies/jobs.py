@@ -31,7 +31,7 @@ def make_strategy(name: str | None = None, **options: Any) -> Strategy:
     if DEVICE == "cpu" and torch.accelerator.is_available() and not simulated.is_here():
         options.setdefault("device", "cpu")
     if name == "tpu":
-        options.setdefault("device", DEVICE)
+        options.setdefault("device", simulated.NAME if simulated.is_here() else DEVICE)
     if name and ":" in name:
         made: Strategy = StrategyInfo(name, name).load()(**options)
         return made

@@ -10,13 +10,25 @@ import pytest
 from tests import simulated
 from tests.replicas import Replicas
 from tests.strategies import central_jobs, jobs, meta_jobs
-from tests.strategies.test_contracts import CASES, Case, close, named, run
+from tests.strategies.test_contracts import (
+    CASES,
+    OVER_GLOO,
+    SEVERAL_SERVED,
+    Case,
+    agree,
+    close,
+    named,
+    of_one_device,
+    run,
+)
 from tests.strategies.test_meta import CASES as OF_META
 from tests.strategies.test_recovery import Plan, difference
 from tests.strategies.test_recovery import run as recovered
 
 FIRST = {case[0]: case for case in reversed(CASES)}
 """The first form of each strategy."""
+
+OPTIONS = {"clip": 0.05, "accumulate": 3, "schedule": True}
 
 
 @pytest.mark.parametrize("name", ["mirrored", "sharded"])
@@ -53,6 +65,23 @@ def test_what_the_chief_writes_is_the_one_copy(accelerators: Replicas) -> None:
 def test_numbers_are_those_of_the_cpu(
     replicas: Replicas, accelerators: Replicas, case: Case
 ) -> None:
-    options = {"clip": 0.05, "accumulate": 3, "schedule": True, "loss": "weighted"}
+    options = {**OPTIONS, "loss": "weighted"}
     there, here = (run(pool, case, jobs.fit_mlp, **options) for pool in (accelerators, replicas))
     close(there, here)
+
+
+BY_GROUP = [
+    *(case for case in FIRST.values() if case[0] not in ("one_device", "central_storage")),
+    *(case for case in OVER_GLOO if case[0] in ("sharded", "mesh")),
+    SEVERAL_SERVED,
+]
+"""Those whose tasks are joined by the process group that torch has for their devices."""
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=named(case)) for case in BY_GROUP])
+def test_numbers_by_a_process_group_of_the_devices(
+    replicas: Replicas, accelerator_groups: Replicas, case: Case
+) -> None:
+    """As by NCCL: by DDP, by FSDP2, by groups inside of others. A CPU's tensor ends the job."""
+    there = run(accelerator_groups, case, jobs.fit_mlp, **OPTIONS)
+    agree(case, there, of_one_device(replicas, jobs.fit_mlp, **OPTIONS))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from spartito.accelerators import use
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective
@@ -34,7 +35,7 @@ class Team:
     Args:
         name: Of the strategy whose steps they make; inside of groups that of the inner one.
         job: All tasks of the job.
-        device: Where this process computes.
+        device: Where this process computes: from now on wherever nobody says another.
         outer: What stands around the steps; None: nothing.
         timeout: Seconds that a wait for another task may take; None is ``SPARTITO_TIMEOUT``.
         communication: As under `spartito.strategies.Strategy`.
@@ -63,6 +64,7 @@ class Team:
         communication: str = "auto",
     ) -> None:
         self.name, self.job, self.device = name, job, device
+        use(device)
         self.outer: OuterLoop = outer or EveryStep()
         self.communication, self._timeout = communication, timeout
         self.cluster = job.apart() if job.is_evaluator else job

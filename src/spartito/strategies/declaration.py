@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spartito.accelerators import use
 from spartito.checkpoint.saving import Unwritten
 from spartito.cluster.limits import time_limit
 from spartito.cluster.recovery import Recovery
@@ -151,7 +150,6 @@ class Strategy:
         self._refuse_inside(whole, outer)
         job = whole.job
         device = choose_device(whole.device, whole._tasks)
-        use(device)
         team = Team(self.name, job, device, outer, whole.timeout, whole.communication)
         if not team.job.is_evaluator:
             team.check(team.cluster)
