@@ -96,7 +96,7 @@ def test_a_smaller_batch_is_compiled_once_more_without_being_filled(
     assert furthest(losses["fill"], losses["leave"]) < 1e-5
 
 
-@pytest.mark.parametrize("strategy", ["tpu", "mesh(model=2)"])
+@pytest.mark.parametrize("strategy", ["tpu", "mesh(model=2)", "sharded(zero=1)", "sharded"])
 def test_several_processes(python: str, tmp_path: Path, strategy: str) -> None:
     """Each with a device: their sums go through the host, as torch_tpu joins none of a CPU's."""
     alone, _ = run(python, tmp_path, "numbers")

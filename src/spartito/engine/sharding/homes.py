@@ -198,7 +198,7 @@ class Home(ABC):
     def _take_moved(self) -> None:
         """Values that were put into ``.data`` go to where they belong."""
         for parameter, view in zip(self.parameters, self._shown, strict=True):
-            if not parameter.is_set_to(view):
+            if not _shows(parameter, view):
                 if parameter.shape != view.shape or parameter.dtype != view.dtype:
                     raise UserError(
                         f"a parameter of a {type(self.members.module).__name__} was "
@@ -212,7 +212,7 @@ class Home(ABC):
     @property
     def _is_moved(self) -> bool:
         pairs = zip(self.parameters, self._shown, strict=True)
-        return not all(parameter.is_set_to(view) for parameter, view in pairs)
+        return not all(_shows(parameter, view) for parameter, view in pairs)
 
     def _show(self, views: Sequence[Tensor]) -> None:
         self._shown = views
@@ -427,6 +427,19 @@ class Saves(Protocol):
 
 whole_homes: WeakValueDictionary[int, Saves] = WeakValueDictionary()
 """The blocks that are gathered now, by the address of their memory."""
+
+
+def _shows(parameter: nn.Parameter, view: Tensor) -> bool:
+    """Whether a parameter still lies where a view of our memory does."""
+    if view.is_cpu:
+        return parameter.is_set_to(view)
+    # Not every device has that operation.
+    return (
+        parameter.untyped_storage()._cdata == view.untyped_storage()._cdata
+        and parameter.storage_offset() == view.storage_offset()
+        and parameter.shape == view.shape
+        and parameter.stride() == view.stride()
+    )
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
