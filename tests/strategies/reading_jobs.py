@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import spartito as sp
 from tests import simulated
 from tests.replicas import NO_BF16, warns
+from tests.strategies.jobs import make_strategy
 
 aten = torch.ops.aten
+WIDE = 64
 READS = (aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.equal)
 
 
@@ -99,3 +101,40 @@ def counted(values: Tensor) -> int:
         assert int(values.min()) >= 0
         assert [values[1], 3][int(values[2])]
     return int(reads.count)
+
+
+@warns("every=")
+def costs_per_step(name: str, options: dict[str, Any]) -> dict[str, float]:
+    """What a step asks of a simulated accelerator; how many bytes the parameters have.
+
+    Beside them how often an evaluation waits for the device for each further batch.
+    """
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDE, WIDE), nn.ReLU(), nn.Linear(WIDE, 3))
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.SGD(net.parameters(), 0.1, momentum=0.9),
+        loss=nn.CrossEntropyLoss(),
+        metrics=["accuracy"],
+        strategy=make_strategy(name, **options),
+    )
+    x = torch.randn(12, WIDE, generator=torch.Generator().manual_seed(1))
+    data = sp.data.arrays(x, torch.arange(12) % 3).batch(12).repeat()
+    counts = []
+    for steps in (6, 6, 12):
+        with simulated.counting() as found:
+            trainer.fit(data, epochs=1, steps_per_epoch=steps, verbose=0)
+        counts.append(found)
+    short, long = counts[1:]
+    per_step = {kind: (long[kind] - short[kind]) / 6 for kind in long}
+    passes = []
+    for rows in (12, 24):
+        with simulated.counting() as found:
+            trainer.evaluate((x.repeat(2, 1)[:rows], torch.arange(rows) % 3), batch_size=4)
+        passes.append(found[simulated.READS] + found[simulated.TO_HOST])
+    trainer.strategy.close()
+    return {
+        **per_step,
+        "parameters": (WIDE * WIDE + WIDE * 4 + 3) * 4,
+        "waits of an evaluation": (passes[1] - passes[0]) / 3,
+    }

@@ -13,6 +13,7 @@ from spartito.engine.loss import evaluate_loss, weigh
 from spartito.training.metrics.names import make_metrics
 from tests.replicas import Replicas
 from tests.strategies import reading_jobs as jobs
+from tests.strategies.test_contracts import Case, named, servers
 
 DDP = "mirrored", 2, {"communication": "ddp"}
 """On CPUs, where any read counts: DDP takes no simulated device."""
@@ -42,6 +43,54 @@ def test_who_looks_reads(accelerators: Replicas, replicas: Replicas) -> None:
     assert one == 1
     found = replicas(jobs.reads_per_step, 2, *DDP[::2], settings, looks=True)
     assert all(1 <= each <= 3 for each in found)
+
+
+BY_GROUP: list[tuple[Case, float, int]] = [
+    (("one_device", 1, {}), 0, 0),
+    (("mirrored", 2, {}), 1, 0),  # of all weights and losses, for which nobody waits
+    (("multi_worker_mirrored", 2, {}), 1, 0),
+    (("tpu", 2, {}), 1, 0),
+    (("sharded", 3, {"zero": 1}), 5, 0),
+    (("sharded", 2, {}), 6, 1),
+    (("sharded", 3, {"communication": "fsdp", "block_bytes": 100}), 3, 1),
+    (("mesh", 2, {"model": 2}), 5, 1),
+    (("pipeline", 2, {"microbatches": 3}), 9, 9),
+    (("local_sgd", 3, {"groups": [[0, 2], [1]], "every": 3}), 5.4, 0),
+]
+"""Strategies whose devices a process group joins; how often a step may bring something to the host,
+and an evaluation for each further batch. Each meeting of our own does so once, as all check that
+they are in the same call; the messages of a pipeline go through the host."""
+THROUGH_HOST: list[Case] = [
+    ("central_storage", 2, {}),
+    ("parameter_server", 2, {"max_staleness": 0}),
+]
+"""Strategies that keep the parameters in the host's memory."""
+
+
+@pytest.mark.parametrize(
+    ("case", "step", "look"), BY_GROUP, ids=[named(case) for case, *_ in BY_GROUP]
+)
+def test_no_parameters_pass_through_the_host(
+    accelerator_groups: Replicas, case: Case, step: float, look: int
+) -> None:
+    name, tasks, options = case
+    for found in accelerator_groups(jobs.costs_per_step, tasks, name, options):
+        assert found["reads"] + found["copies to host"] <= step
+        assert found["bytes to host"] < found["parameters"] / 4
+        assert found["waits of an evaluation"] <= look
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=named(case)) for case in THROUGH_HOST])
+def test_parameters_cross_once_where_the_host_keeps_them(
+    accelerators: Replicas, case: Case
+) -> None:
+    """Values to the device, and gradients back."""
+    name, tasks, options = case
+    for found in accelerators(jobs.costs_per_step, tasks, name, options, servers=servers(case)):
+        assert found["reads"] <= 1
+        assert found["bytes to host"] < found["parameters"] * 1.25
+        assert found["bytes to device"] < found["parameters"] * 1.25
+        assert found["waits of an evaluation"] == 0
 
 
 @pytest.mark.parametrize("ignored", [-100, 0])

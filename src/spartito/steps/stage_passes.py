@@ -19,6 +19,7 @@ from spartito.engine.backward import first_gradient
 from spartito.engine.batchnorm import local_batchnorms
 from spartito.engine.batchnorm import takes_statistics as takes
 from spartito.engine.buffers import kept_buffers, listed
+from spartito.engine.host_reads import Number, added, read
 from spartito.engine.keyed_draws import Draws
 from spartito.engine.loss import (
     LossFunction,
@@ -78,8 +79,8 @@ class StagePasses:
     def read(self) -> None:
         """Read what was loaded before, if anything was."""
         unread, self.unread = self.unread, []
-        for read in unread:
-            read()
+        for each in unread:
+            each()
 
     def cut_up(self, batch: Batch) -> list[Batch]:
         """The microbatches of a batch; BatchNorm gets two rows where there are some."""
@@ -120,7 +121,7 @@ class StagePasses:
         Returns:
             Output, sum of losses and weight; those of the last stage, nothing in others.
         """
-        parts, outputs, sums = self.cut_up(batch), [], [0.0, 0.0]
+        parts, outputs, sums = self.cut_up(batch), [], _Sums()
         randomness = self.pair.randomness
         drawn = randomness.made if randomness is not None else 0
 
@@ -128,8 +129,7 @@ class StagePasses:
             found = self._loss(loss, output, parts[number])
             if not found.value.requires_grad:
                 raise no_gradient()
-            sums[0] += float(found.total)
-            sums[1] += float(found.weight)
+            sums.add(found)
             outputs.append(rows(output, Tensor.detach))
             if not found.counts:
                 return Root(found.value, None)
@@ -142,7 +142,7 @@ class StagePasses:
         self.spans = pass_through(order, microbatches, messages, finish)
         if randomness is not None:  # as of one forward pass
             randomness.made = drawn + sum(microbatches[0].cut.program.draws)
-        return _whole(outputs, parts), sums[0], sums[1]
+        return _whole(outputs, parts), *sums.read()
 
     def look(
         self, batch: Batch, loss: LossFunction | None, has_loss: bool, messages: Messages
@@ -154,20 +154,20 @@ class StagePasses:
             output is like.
         """
         parts, outputs = self.cut_up(batch), []
-        sums = torch.zeros(2, dtype=torch.float64)
+        sums = _Sums()
 
         def finish(number: int, output: Any) -> None:
             outputs.append(output)
             if has_loss:
-                found = self._loss(loss, output, parts[number])
-                sums.add_(torch.tensor([found.total, found.weight], dtype=torch.float64))
+                sums.add(self._loss(loss, output, parts[number]))
 
         with torch.no_grad():
             microbatches = self._microbatches(parts, loss is not None)
             shape = replace(self.shape, microbatches=len(parts))
             order = schedules.passing(shape, self.position)
             pass_through(order, microbatches, messages, finish)
-        return _whole(outputs, parts), sums, microbatches[0].cut.program.output
+        found = torch.tensor(sums.read(), dtype=torch.float64)
+        return _whole(outputs, parts), found, microbatches[0].cut.program.output
 
     def tied_sums(
         self, grads: Mapping[str, Tensor | None], messages: Messages
@@ -330,6 +330,24 @@ def _uncompiled() -> AbstractContextManager[None]:
         return nullcontext()
     made: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
     return made
+
+
+class _Sums:
+    """Losses and weights of microbatches, for which a device is waited for once, after the last."""
+
+    def __init__(self) -> None:
+        self._loss: Number = 0.0
+        self._weight: Number = 0.0
+
+    @torch.no_grad()
+    def add(self, found: WeightedLoss) -> None:
+        """Those of one more."""
+        self._loss = added(self._loss, found.total)
+        self._weight = added(self._weight, found.weight)
+
+    def read(self) -> list[float]:
+        """Their sums."""
+        return read((self._loss, self._weight))
 
 
 def _whole(outputs: Sequence[Any], parts: Sequence[Batch]) -> Any:
