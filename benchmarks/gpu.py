@@ -22,11 +22,13 @@ from benchmarks.common import show
 from benchmarks.jobs import device as checks
 from benchmarks.launching import ROOT
 
+RACES = ("sharded_speed", "mesh_speed", "pipeline_speed")
 LIMITS = {"contracts": 400.0, "fit_speed": 120.0, "strategies": 200.0, "compiled": 120.0}
+LIMITS |= dict.fromkeys(RACES, 170.0)
 """Seconds that a check may take, where it is not `LIMIT`."""
 
 LIMIT = 60.0
-ALONE = ("fit_speed", "memory")
+ALONE = ("fit_speed", "memory", *RACES)
 """Checks that measure: nothing runs beside them."""
 WRAPPED = "th, td { text-align: left; white-space: normal; vertical-align: top }"
 MARKS = {"ok": "ok", "failed": "FAILED", "skipped": "skipped"}

@@ -11,15 +11,34 @@ from benchmarks import gpu
 from benchmarks.jobs import device as checks
 
 
-@pytest.mark.parametrize("name", ["facts", "numbers", "denormals", "low_precision", "checkpoints"])
+@pytest.mark.parametrize(
+    "name", ["facts", "numbers", "denormals", "low_precision", "checkpoints", "nccl"]
+)
 def test_a_check_holds_on_the_cpu(name: str) -> None:
     assert checks.CHECKS[name]("cpu")
 
 
-@pytest.mark.parametrize("name", ["memory", "nccl"])
-def test_what_is_for_gpus_alone_is_skipped(name: str) -> None:
+def test_what_is_for_gpus_alone_is_skipped() -> None:
     with pytest.raises(checks.Skipped):
-        checks.CHECKS[name]("cpu")
+        checks.CHECKS["memory"]("cpu")
+
+
+@pytest.mark.parametrize("name", gpu.RACES)
+def test_what_is_for_several_gpus_is_skipped_on_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
+    with pytest.raises(checks.Skipped, match="two GPUs"):
+        checks.CHECKS[name]("cuda")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", gpu.RACES)
+def test_both_sides_of_a_race_train_the_same_model(name: str) -> None:
+    """Where they train another one the check fails; their times mean nothing here."""
+    outcome = gpu.run(name, "cpu", limit=200)
+    assert outcome.status == "ok", outcome.reason
+    assert len(outcome.found) == 3
 
 
 def test_a_check_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

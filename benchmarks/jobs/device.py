@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
+from benchmarks.jobs.divided import RACES, TASKS
 from benchmarks.jobs.plain import make_work, mlp
 from benchmarks.launching import ROOT, run_job, run_roles
 from spartito.launch.processes.roles import Roles
@@ -153,6 +154,7 @@ STRATEGIES = {
     "central_storage": 2,
     "sharded(zero=3, block_bytes=1000)": 2,
     "sharded(zero=1)": 2,
+    "sharded(communication='fsdp', block_bytes=1000)": 2,
     "mesh(mesh={'data': 2, 'model': 2}, zero=1)": 4,
     "pipeline(stages=2)": 2,
     "local_sgd(groups=1, inside=sharded)": 2,
@@ -200,19 +202,67 @@ def _strategy(device: str, name: str) -> list[float]:
 
 
 def nccl(device: str) -> Found:
-    """A sum by NCCL in a world of one, with the NCCL of this torch."""
-    if device != "cuda":
-        raise Skipped("NCCL is for GPUs")
+    """A sum by torch's process group for the devices (NCCL): as many tasks as there are devices."""
+    count = 2 if device == "cpu" else torch.accelerator.device_count()
+    words = ["-m", "benchmarks.jobs.device", "join", f"--device={device}"]
+    found: Found = run_job(words, workers=count, limit=50.0)
+    return found
+
+
+def _join(device: str) -> None:
+    """One task of `nccl`."""
     import torch.distributed as dist
 
-    with tempfile.NamedTemporaryFile() as file:
-        dist.init_process_group("nccl", init_method=f"file://{file.name}x", rank=0, world_size=1)
-        tensor = torch.ones(1000, device=device)
-        dist.all_reduce(tensor)
-        _wait(device)
-        dist.destroy_process_group()
-    _check(tensor.sum().item() == 1000, "the sum is wrong")
-    return {}
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if device != "cpu":
+        torch.accelerator.set_device_index(rank)
+    dist.init_process_group(backend := dist.get_default_backend_for_device(device))
+    tensor = torch.full((1000,), rank + 1.0, device=device)
+    dist.all_reduce(tensor)
+    total = tensor.mean().item()
+    dist.destroy_process_group()
+    _check(total == size * (size + 1) / 2, f"the sum is {total}")
+    if rank == 0:
+        print(json.dumps({"backend": backend, "tasks": float(size)}), flush=True)
+
+
+def sharded_speed(device: str) -> Found:
+    """`sharded` by FSDP2 against torch's bare `fully_shard`, on two devices: time, peak memory."""
+    return _race("sharded", device)
+
+
+def mesh_speed(device: str) -> Found:
+    """`mesh` against torch's `parallelize_module`, on two devices: time and peak memory."""
+    return _race("mesh", device)
+
+
+def pipeline_speed(device: str) -> Found:
+    """`pipeline` against torch's own 1F1B, on two devices: time and peak memory."""
+    return _race("pipeline", device)
+
+
+def _race(name: str, device: str) -> Found:
+    """A strategy against what torch has, in turns; a ratio below 1 is in our favour."""
+    if device != "cpu" and torch.accelerator.device_count() < TASKS:
+        raise Skipped("it needs two GPUs, one for each task")
+    sides = name, RACES[name]
+    size = ["--size=tiny", "--windows=1", "--steps=2"] if device == "cpu" else ["--size=gpt-25M"]
+    told: dict[str, list[Any]] = {side: [] for side in sides}
+    for turn in range(1 if device == "cpu" else 2):
+        for side in sides if turn == 0 else reversed(sides):
+            words = ["-m", "benchmarks.jobs.divided", side, f"--device={device}", *size]
+            told[side].append(run_job(words, workers=TASKS, limit=80.0))
+    losses = [runs[0]["loss"] for runs in told.values()]
+    _check(abs(losses[0] / losses[1] - 1) < 1e-4, f"losses of the first step: {losses}")
+    ours, theirs = (min(min(run["seconds"]) for run in told[side]) for side in sides)
+    found: Found = {f"{name} / {sides[1]}: time (times)": ours / theirs}
+    if device != "cpu":
+        peaks = [max(run["peak"] for run in told[side]) for side in sides]
+        found[f"{name} / {sides[1]}: peak memory (times)"] = peaks[0] / peaks[1]
+    return found | {
+        f"{side}: a step (us)": value * 1e6
+        for side, value in zip(sides, (ours, theirs), strict=True)
+    }
 
 
 def contracts(device: str) -> Found:
@@ -375,7 +425,7 @@ CHECKS: Mapping[str, Callable[[str], Found]] = {
     check.__name__: check
     for check in (
         *(facts, numbers, denormals, low_precision, checkpoints, nccl, strategies),
-        *(compiled, fit_speed, memory, contracts),
+        *(compiled, fit_speed, memory, sharded_speed, mesh_speed, pipeline_speed, contracts),
     )
 }
 """All checks, the quick ones first; each is given the kind of device."""
@@ -384,13 +434,13 @@ CHECKS: Mapping[str, Callable[[str], Found]] = {
 def main() -> None:
     """Run the check that the command line names."""
     options = argparse.ArgumentParser()
-    options.add_argument("check", choices=[*CHECKS, "replica", "strategy"])
+    options.add_argument("check", choices=[*CHECKS, "replica", "strategy", "join"])
     options.add_argument("--name", choices=list(STRATEGIES), default="mirrored")
     options.add_argument("--device", choices=("cuda", "cpu"), required=True)
     given = options.parse_args()
     torch.set_num_threads(1)
-    if given.check == "replica":
-        _replica(given.device)
+    if given.check in ("replica", "join"):
+        (_replica if given.check == "replica" else _join)(given.device)
         return
     if given.check == "strategy":
         print(json.dumps(_strategy(given.device, given.name)), flush=True)
