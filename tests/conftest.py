@@ -87,6 +87,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if workers.kind_of(item) == workers.CLUSTERS and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(CLUSTER_SECONDS))
+        if "central_storage" in item.nodeid and "replicas" in getattr(item, "fixturenames", ()):
+            item.add_marker(skips.shares_memory)  # as its replicas have to
+        if "[spartito chaos " in item.nodeid:
+            item.add_marker(skips.on_linux)
         name = item.nodeid.removeprefix("tests/")
         if is_at_night(name, item.get_closest_marker("slow") is not None):
             item.add_marker(pytest.mark.night)

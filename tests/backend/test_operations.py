@@ -24,6 +24,7 @@ from tests.backend.operations import (
     Step,
 )
 from tests.replicas import Replicas
+from tests.skips import shares_memory
 
 NUMBERS = (*FLOATS, *WHOLE)
 ORDERED = ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
@@ -126,6 +127,7 @@ def test_messages_wait_for_who_reads_them_later(replicas: Replicas, backend: str
     assert found == [[4, 4, 12, 12, 11, 11], [4, 4, 2, 2, 1, 1]]
 
 
+@shares_memory
 def test_sums_of_two_layers_are_taken_on_each_machine_first(replicas: Replicas) -> None:
     for floats in (1000, 1_500_000):  # in one part, and in several
         parts = [jobs.noise(rank, floats) for rank in range(4)]

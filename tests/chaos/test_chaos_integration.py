@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import SPARTITO, Commands, Ended, commands_in, nothing_left
+from tests.skips import on_linux
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -88,6 +89,7 @@ def test_ctrl_c_leaves_nothing(commands: Commands) -> None:
     assert "Traceback" not in ended.text
 
 
+@on_linux
 @pytest.mark.parametrize(
     ("words", "why"),
     [

@@ -13,6 +13,7 @@ from spartito.comparison.load import (
     pressure_seconds,
     read_load,
 )
+from tests.skips import on_linux
 
 STAT = """cpu  400 40 80 9000 7 5 6 20 0 0
 cpu0 100 10 20 900 7 5 6 4 0 0
@@ -59,6 +60,7 @@ def test_no_reading_is_no_load() -> None:
     assert load_of(read(0, 0, 0, None), read(1, 1, 1), 2, 2).pressure is None
 
 
+@on_linux
 def test_what_a_child_computed_is_ours() -> None:
     before = read_load()
     code = "import time\nwhile time.process_time() < 0.5: pass"

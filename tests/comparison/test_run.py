@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from spartito import system
 from spartito.cli import main
 from spartito.comparison.plan import Plan, make_plan
 from spartito.comparison.run import ProcessRunner, command
@@ -86,8 +87,9 @@ def test_one_strategy_fails_and_the_others_go_on(commands: Commands) -> None:
     assert [epoch["step"] for epoch in good["history"]] == [10, 20]
     assert good["run"] == "one_device"
     assert good["seconds"] > 0
-    assert 0 <= good["load"]["others"] <= 1
-    assert good["load"]["own"] > 0
+    if system.IS_LINUX:
+        assert 0 <= good["load"]["others"] <= 1
+        assert good["load"]["own"] > 0
     assert (found["target"], found["arguments"]) == ("train.py", ["mirrored"])
     assert found["goal"] == {"name": "val_accuracy", "value": 0.9}
     assert found["machine"]["cores"] >= 1

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spartito as sp
-from spartito.backend.errors import LostRankError
 from spartito.engine.randomness import globalize
 from spartito.engine.step_context import StepContext, enter
-from spartito.errors import UserError
+from spartito.errors import SpartitoError, UserError
 from spartito.models.cats_vs_dogs import CatsVsDogs
 from spartito.models.gpt import GPT
 from tests.mesh.tables import Squared
@@ -337,7 +336,7 @@ def refused(model: str, options: dict[str, Any]) -> str:
         strategy.prepare(net, lambda parameters: torch.optim.SGD(parameters, 0.1))
         for batch in strategy.distribute(sp.data.arrays(torch.randn(4, 3), torch.randn(4, 3))):
             strategy.step(batch, nn.MSELoss())
-    except (UserError, LostRankError) as error:
+    except SpartitoError as error:
         return str(error)
     finally:
         strategy.close()

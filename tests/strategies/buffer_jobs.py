@@ -110,6 +110,7 @@ def trained(
     net.double()
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(examples, 4, dtype=torch.float64, generator=generator)
+    values: dict[str, Any] = {}
     data, steps = sp.data.arrays(x, torch.arange(examples) % 3).batch(BATCH), 0
     try:
         if loop:
@@ -121,7 +122,6 @@ def trained(
                 steps += 1
                 strategy.backward(loss, batch)
                 strategy.update(optimizer)
-            strategy.close()
         else:
             trainer = sp.Trainer(
                 net,
@@ -131,10 +131,10 @@ def trained(
                 deterministic=deterministic,
             )
             trainer.fit(data, epochs=2, validation_data=data, verbose=0)
+        values = {name: value.clone() for name, value in net.state_dict().items()}
     except sp.UserError as error:
         said.append(str(error))
     finally:
         strategy.close()
         logging.getLogger("spartito").removeHandler(handler)
-    found = {name: value.clone() for name, value in net.state_dict().items()}
-    return {"said": said, "values": found, "steps": steps}
+    return {"said": said, "values": values, "steps": steps}

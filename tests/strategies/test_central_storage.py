@@ -15,6 +15,7 @@ from spartito.errors import UserError
 from spartito.steps.one_copy import balanced, homeless, line_offsets
 from spartito.strategies import CentralStorageStrategy
 from tests.replicas import ReplicaError, Replicas
+from tests.skips import shares_memory
 from tests.strategies import central_jobs as jobs
 
 
@@ -91,6 +92,7 @@ def test_replicas_that_share_no_memory_are_refused(replicas: Replicas) -> None:
         assert "Choose mirrored" in result
 
 
+@shares_memory
 @pytest.mark.usefixtures("no_segments_left")
 def test_a_lost_replica_leaves_nothing_behind(tmp_path: Path) -> None:
     pool = Replicas()

@@ -10,6 +10,7 @@ import torch
 
 import spartito as sp
 from tests.replicas import Replicas
+from tests.skips import shares_memory
 from tests.strategies import compressed_jobs as jobs
 from tests.strategies.compressed_jobs import WAYS
 from tests.strategies.nesting_jobs import OPTIMIZERS, network
@@ -62,7 +63,14 @@ def text_of(way: str, compress: str) -> str:
 @pytest.mark.parametrize(
     ("way", "compress"),
     [
-        pytest.param(way, compress, marks=() if (way, compress) in QUICK else slow)
+        pytest.param(
+            way,
+            compress,
+            marks=[
+                *([] if (way, compress) in QUICK else [slow]),
+                *([shares_memory] if SUMS[way][2] is PAIRS else []),
+            ],
+        )
         for way in SUMS
         for compress in WAYS
     ],
@@ -142,6 +150,7 @@ def test_what_is_left_out_goes_into_checkpoints(
     replicas(jobs.fit, 1, "one_device", "adamw", 1, load=folder)  # which leaves nothing out
 
 
+@shares_memory
 @pytest.mark.parametrize("text", ["sharded(zero=2, {})", "mesh(model=2, {})"])
 def test_tasks_that_share_memory_leave_nothing_out(replicas: Replicas, text: str) -> None:
     exact = replicas(jobs.fit, 4, text.replace(", {}", ""), "sgd", 1, 4)
