@@ -46,7 +46,7 @@ def net():
     return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-def trained(device, **options):
+def trained(device, x=x, **options):
     model = net()
     square = sp.metrics.MeanMetric("square", lambda output, target: output.square().mean(1))
     scores = [sp.metrics.Precision(), sp.metrics.F1Score(average="weighted"), sp.metrics.AUC()]
@@ -72,11 +72,22 @@ def by_hand(device):
     return means
 
 
-for each in (trained, by_hand, lambda device: trained(device, accumulate=2, deterministic=True)):
+def of_numpy(device):
+    return trained(device, x.double().numpy())
+
+
+several = lambda device: trained(device, accumulate=2, deterministic=True)
+for each in (trained, by_hand, several, of_numpy):
     print(json.dumps([each("cpu"), each("sim")]))
 try:
     torch.ones(2, device="sim").double()
 except TypeError as error:
+    print(error)
+try:
+    model = net()
+    model[2].double()
+    sp.OneDeviceStrategy(device="sim").prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+except sp.UserError as error:
     print(error)
 """
 
@@ -88,9 +99,11 @@ def test_a_device_without_fp64_gives_the_numbers_of_one_that_has_it(tmp_path: Pa
         script = commands.write("script.py", SCRIPT)
         ended = commands.start(sys.executable, script, env={"PYTHONPATH": path}).end()
     assert ended.code == 0, ended.err
-    *lines, last = ended.out.splitlines()
-    assert len(lines) == 3
+    *lines, last, model, do = ended.out.splitlines()
+    assert len(lines) == 4
     for line in lines:
         on_cpu, on_device = json.loads(line)
         assert difference(on_cpu, on_device) <= 1e-5
     assert last.endswith("gives fp64, which this device has not")
+    assert model == "the model's '2.weight' is in fp64, which devices of type sim do not have"
+    assert do == "  Call model.float() first, or take device='cpu'."

@@ -33,6 +33,11 @@ class Placing:
         return self.device.type != "cpu"
 
     @cached_property
+    def _narrows(self) -> bool:
+        """Whether the device has no fp64, in which numpy makes its numbers."""
+        return self.moves and not kind_of(self.device).has_doubles
+
+    @cached_property
     def pins(self) -> bool:
         """Whether torch keeps pinned memory from which the device fetches a batch by itself."""
         return self.moves and kind_of(self.device).pins
@@ -84,6 +89,8 @@ class Placing:
         return moved
 
     def _on_its_way(self, tensor: Tensor) -> Tensor:
+        if self._narrows and tensor.dtype == torch.float64:  # no model there is in fp64
+            tensor = tensor.float()
         begins = _pinned(tensor) if self.pins else tensor
         return begins.to(self.device, non_blocking=True)
 

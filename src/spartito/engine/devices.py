@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from spartito.accelerators import own_device
+from spartito.accelerators import kind_of, own_device
 from spartito.cluster.spec import ClusterSpec
 from spartito.engine.optimizers import move_state
+from spartito.errors import UserError
 from spartito.system.capacity import available_cores
 
 
@@ -54,7 +55,11 @@ def move(model: nn.Module, device: torch.device, optimizer: object = None) -> No
         model: The user's; what has no values yet stays.
         device: Where it is to compute.
         optimizer: Of its parameters, if there is one already.
+
+    Raises:
+        UserError: For numbers in fp64, where the device has none.
     """
+    _check_dtypes(model, device)
     before = list(model.named_parameters(remove_duplicate=False))
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
@@ -77,6 +82,18 @@ def move(model: nn.Module, device: torch.device, optimizer: object = None) -> No
         for known in list(optimizer.state):
             optimizer.state[moved.get(id(known), known)] = optimizer.state.pop(known)
         move_state(optimizer)
+
+
+def _check_dtypes(model: nn.Module, device: torch.device) -> None:
+    """Refuse numbers in fp64 by name where a device has none."""
+    if kind_of(device).has_doubles:
+        return
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.dtype == torch.float64:
+            raise UserError(
+                f"the model's {name!r} is in fp64, which devices of type {device.type} do not have",
+                "Call model.float() first, or take device='cpu'.",
+            )
 
 
 def _hand_over(old: nn.Parameter, new: nn.Parameter | None) -> None:
