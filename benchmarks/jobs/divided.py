@@ -116,7 +116,7 @@ class Side:
             return float(loss or 0.0)
         told: list[Any] = [None] * TASKS
         dist.all_gather_object(told, None if loss is None else float(loss))
-        return next(each for each in reversed(told) if each is not None)
+        return float(next(each for each in reversed(told) if each is not None))
 
     def close(self) -> None:
         """Leave the others."""
