@@ -87,7 +87,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if workers.kind_of(item) == workers.CLUSTERS and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(CLUSTER_SECONDS))
-        if "central_storage" in item.nodeid and "replicas" in getattr(item, "fixturenames", ()):
+        started = {"replicas", "accelerators"}.intersection(getattr(item, "fixturenames", ()))
+        if "central_storage" in item.nodeid and started:
             item.add_marker(skips.shares_memory)  # as its replicas have to
         if "[spartito chaos " in item.nodeid:
             item.add_marker(skips.on_linux)
