@@ -203,7 +203,7 @@ def test_a_way_is_measured(server: DoctorServer) -> None:
 def test_a_way_that_did_not_respond_is_measured_again(
     server: DoctorServer, two: tuple[Connection, socket.socket]
 ) -> None:
-    """The first measurement is hung up on, and the look whether anybody is there."""
+    """Two connections are closed at once: to measure, and to see whether anybody is there."""
     here, there = facts(W0), facts(W1)
     own = Target(W0, LOOPBACK, server.port)
     coordinator = Coordinator(here, server, own, 60.0, time.monotonic())
