@@ -22,7 +22,7 @@ from typing import IO
 
 from spartito.system import ENV_PORTABLE
 from spartito.wire import ports
-from tests import stacks
+from tests import known_state, stacks
 
 LIMIT = 240.0
 SPARTITO = (sys.executable, "-m", "spartito")
@@ -31,7 +31,7 @@ MARK = "SPARTITO_TEST_MARK"
 SUITE = "TESTED_BY"
 """In the environment of all that one process of pytest starts: which one it is."""
 SHARED_MEMORY = Path("/dev/shm")
-LEAN = Path(__file__).with_name("lean")
+LEAN = known_state.LEAN
 OF_OUR_OWN = (
     "SPARTITO_",
     "TF_CONFIG",
@@ -156,11 +156,12 @@ class Commands:
         plain = {
             k: v for k, v in os.environ.items() if not k.startswith(OF_OUR_OWN) or k == ENV_PORTABLE
         }
-        path = os.pathsep.join([str(LEAN), *filter(None, [os.environ.get("PYTHONPATH")])])
+        told = {**plain, "OMP_NUM_THREADS": "1", **(env or {}), MARK: mark}
+        told["PYTHONPATH"] = known_state.with_lean(told.get("PYTHONPATH", ""))
         popen = subprocess.Popen(
             [str(word) for word in words],
             cwd=self.directory,
-            env={**plain, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {}), MARK: mark},
+            env=told,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -32,6 +32,9 @@ KEPT = (
 OF_TOOLS = {"DOCKER_CONFIG": ".docker", "GIT_CONFIG_GLOBAL": ".gitconfig"}
 """What tools read in the user's home, by the variable that says where it is instead."""
 
+LEAN = Path(__file__).with_name("lean")
+"""On the path of all Python programs that tests start."""
+
 OWN_HOME = "SPARTITO_TEST_HOME"
 """The home that tests have; a suite that a test starts has that of the test."""
 
@@ -64,7 +67,14 @@ def environment(found: Mapping[str, str], home: str) -> dict[str, str]:
     kept = {name: value for name, value in found.items() if name.startswith(KEPT)}
     old = Path(found.get("HOME", "/nonexistent"))
     tools = {name: str(old / file) for name, file in OF_TOOLS.items() if (old / file).exists()}
-    return {**tools, **kept, **FIXED, "HOME": home, OWN_HOME: home}
+    path = with_lean(found.get("PYTHONPATH", ""))
+    return {**tools, **kept, **FIXED, "PYTHONPATH": path, "HOME": home, OWN_HOME: home}
+
+
+def with_lean(path: str) -> str:
+    """``PYTHONPATH`` as ``path``, with `LEAN` before all that is there, if it is not."""
+    found = [each for each in path.split(os.pathsep) if each]
+    return os.pathsep.join(found if str(LEAN) in found else [str(LEAN), *found])
 
 
 def of_others() -> dict[str, str]:

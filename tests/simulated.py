@@ -147,7 +147,7 @@ def _compile(library: Path) -> None:
         raise FileNotFoundError(
             "the simulated accelerator is compiled: install g++, or name a C++ compiler as CXX"
         )
-    command = [str(compiler()), "-shared", "-fPIC", "-O1", "-std=c++20", "-w", str(SOURCE)]
+    command = [str(compiler()), "-shared", "-fPIC", "-O0", "-std=c++20", "-w", str(SOURCE)]
     command += [f"-I{folder}" for folder in folders]
     command += ["-o", str(library), f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
     subprocess.run(command, check=True, capture_output=True, text=True)

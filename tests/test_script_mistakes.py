@@ -18,6 +18,7 @@ from torch import nn
 
 import spartito as sp
 from spartito.errors import UserError
+from tests.commands import LEAN, LIMIT
 
 MISTAKES = r"""
 sp.Trainer(nn.Linear)                                | is no module; Net(), not Net
@@ -225,8 +226,8 @@ def test_a_wrong_shape_shows_the_lines_of_the_user(tmp_path: Path) -> None:
     script.write_text(WRONG_SHAPE)
     for whole in ("0", "1"):
         found = subprocess.run(
-            [sys.executable, script], capture_output=True, text=True, timeout=60,
-            env={"PATH": "/usr/bin", "SPARTITO_TRACEBACK": whole},
+            [sys.executable, script], capture_output=True, text=True, timeout=LIMIT,
+            env={"PATH": "/usr/bin", "PYTHONPATH": str(LEAN), "SPARTITO_TRACEBACK": whole},
         )  # fmt: skip
         said = found.stderr
         assert found.returncode == 1

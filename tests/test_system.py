@@ -25,7 +25,6 @@ from spartito.errors import UserError
 from spartito.system import ENV_PORTABLE, fences, linux, portable
 from spartito.system.files import temporary_folder
 from tests.commands import (
-    LEAN,
     LIMIT,
     SPARTITO,
     Commands,
@@ -42,9 +41,7 @@ SLOW = pytest.mark.slow
 ELSEWHERE = Path(__file__).with_name("elsewhere")
 PORTABLE = {
     ENV_PORTABLE: "1",
-    "PYTHONPATH": os.pathsep.join(
-        [str(ELSEWHERE), str(LEAN), *filter(None, [os.environ.get("PYTHONPATH")])]
-    ),
+    "PYTHONPATH": os.pathsep.join([str(ELSEWHERE), os.environ["PYTHONPATH"]]),
 }
 """The environment of a program that runs as on a system that is not Linux."""
 

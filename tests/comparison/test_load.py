@@ -13,6 +13,7 @@ from spartito.comparison.load import (
     pressure_seconds,
     read_load,
 )
+from tests.commands import LIMIT
 from tests.skips import on_linux
 
 STAT = """cpu  400 40 80 9000 7 5 6 20 0 0
@@ -64,7 +65,7 @@ def test_no_reading_is_no_load() -> None:
 def test_what_a_child_computed_is_ours() -> None:
     before = read_load()
     code = "import time\nwhile time.process_time() < 0.5: pass"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT)
     load = load_between(before, read_load())
     assert before is not None
     assert load is not None

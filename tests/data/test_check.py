@@ -20,6 +20,7 @@ from PIL import Image
 from spartito.data.check import Finding, check_folder, inspect, main_check, scan
 from spartito.data.headers import Kind
 from spartito.errors import UserError
+from tests.commands import LIMIT
 from tests.skips import skip_if
 
 CAMERA = ((500, 375), (4000, 3000))
@@ -245,7 +246,7 @@ def test_a_name_that_is_no_text_is_printed(
 
 def test_importing_the_check_does_not_import_torch() -> None:
     code = "import sys, spartito.data.check; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT)
 
 
 def test_a_finding_is_frozen(folder: Path) -> None:

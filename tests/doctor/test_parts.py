@@ -9,16 +9,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 import pytest
 
-from spartito.doctor.facts.devices import PLUG_INS, Devices, devices, gpu_names, may_know
+from spartito.doctor.facts.devices import PLUG_INS, Devices, devices, gpu_names, may_know, of_others
 from spartito.doctor.facts.machine import memory
 from spartito.doctor.facts.network import holder_of, resolve_names, routes
 from spartito.doctor.findings import Memory, Outcome, Target
 from spartito.doctor.parallel import at_once
+from spartito.doctor.probe.coordinator import Coordinator, Member
 from spartito.doctor.probe.probes import measure, probe
 from spartito.doctor.transport.connection import Connection, PeerError, connect
 from spartito.doctor.transport.messages import MOST_BYTES, Data, Measured, Ping, Pong, Request
@@ -28,6 +31,7 @@ from spartito.wire.interfaces import interface_of, source_address
 from spartito.wire.secret import NO_SECRET, Key
 from tests import simulated
 from tests.callers import read_to_end
+from tests.doctor.test_rules import W0, W1, facts
 from tests.launch.supervised import wait_until
 
 LOOPBACK = "127.0.0.1"
@@ -112,6 +116,11 @@ def test_gpus_are_listed_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_torch_is_asked_where_it_may_know_other_devices(tmp_path: Path) -> None:
     assert [version for version in VERSIONS if may_know(version, True, False)] == VERSIONS[:2]
     assert may_know("2.13.0", False, False)
+    theirs = EntryPoint("sim", "tests.simulated:register", PLUG_INS)
+    assert of_others([theirs]) == [theirs]
+    ours = [point for point in entry_points(group=PLUG_INS) if point.name == "spartito"]
+    assert ours
+    assert of_others(ours) == []
     simulated.built()
     plug_in = tmp_path / "sim-1.dist-info"
     plug_in.mkdir()
@@ -189,6 +198,28 @@ def test_a_way_is_measured(server: DoctorServer) -> None:
     assert speed.latency > 0
     assert speed.bandwidth > 0
     assert abs(speed.clock) < 1.0
+
+
+def test_a_way_that_did_not_respond_is_measured_again(
+    server: DoctorServer, two: tuple[Connection, socket.socket]
+) -> None:
+    """Two connections are closed at once: to measure, and to see whether anybody is there."""
+    here, there = facts(W0), facts(W1)
+    own = Target(W0, LOOPBACK, server.port)
+    coordinator = Coordinator(here, server, own, 60.0, time.monotonic())
+    with socket.create_server((LOOPBACK, 0)) as listener, ThreadPoolExecutor() as pool:
+
+        def served() -> DoctorServer:
+            for _ in range(2):
+                listener.accept()[0].close()
+            return DoctorServer(W1, listener)
+
+        busy = pool.submit(served)
+        port = listener.getsockname()[1]
+        coordinator.members[W1] = Member(there, two[0], LOOPBACK, port)
+        coordinator._measure([(W0, W1)])
+        with closing(busy.result(30.0)):
+            assert set(coordinator.speeds) == {(W0, W1)}
 
 
 def test_a_way_to_nobody_has_no_figures(server: DoctorServer) -> None:

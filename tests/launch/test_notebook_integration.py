@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests.commands import LEAN
 from tests.skips import skip
 
 LIMIT = 90.0
@@ -80,8 +79,7 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
         "-f",
         "{connection_file}",
     ]
-    path = os.pathsep.join([str(LEAN), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     manager.start_kernel(cwd=str(tmp_path_factory.mktemp("notebook")), env=env)
     client = manager.blocking_client()
     client.start_channels()

@@ -2,11 +2,13 @@
 
 The first optimizer of a process imports all of ``torch._dynamo``, for two decorators that do
 nothing where nothing is compiled. That is half of a process's start, and tests start hundreds.
+A tenth more goes into looking again and again for garbage among all that is imported.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import signal
 import sys
 from collections.abc import Callable
@@ -32,5 +34,6 @@ class Uncompiled(ModuleType):
         return getattr(import_module(self.__name__), name)
 
 
+gc.set_threshold(100_000, *gc.get_threshold()[1:])
 faulthandler.register(signal.SIGRTMAX, 2)  # tests.stacks asks for it
 sys.modules["torch._dynamo"] = Uncompiled("torch._dynamo")

@@ -21,6 +21,7 @@ from spartito.ps.protocol.rules import Rules
 from spartito.ps.server.counter import Counter
 from spartito.ps.server.server import pauses
 from spartito.storage.private import private_directory
+from tests import commands
 from tests.ps.served import LIMIT, Job
 from tests.skips import skip
 
@@ -151,7 +152,7 @@ def test_a_full_disk_is_an_error_and_no_signal(tmp_path: Path) -> None:
         skip("mount", "this machine allows no mounts of our own")
     done = subprocess.run(
         [*words, str(tmp_path), sys.executable, FULL],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=commands.LIMIT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (

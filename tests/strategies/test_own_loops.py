@@ -15,7 +15,7 @@ import spartito as sp
 from spartito.engine.optimizers import check_optimizer
 from spartito.errors import UserError
 from spartito.strategies import Strategy
-from tests.commands import commands_in
+from tests.commands import LIMIT, commands_in
 
 LEFT = """
 import sys, torch
@@ -55,7 +55,9 @@ def prepared(strategy: Strategy) -> Any:
 
 
 def test_a_loop_that_is_left_early_ends_silently() -> None:
-    done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=LIMIT
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -16,7 +16,7 @@ from spartito.engine.host_reads import kept_on_host, on_host
 from tests import simulated
 
 SIZE, CLASSES = 32, 10
-SHORT, LONG = 40, 80
+SHORT, LONG = 20, 40
 """Steps of two epochs: what the longer one takes more is that of its steps alone."""
 
 

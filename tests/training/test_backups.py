@@ -39,6 +39,7 @@ SCRIPT = """
 import sys
 import spartito as sp
 from tests.training.jobs import data, trainer
+from tests.commands import LIMIT
 made = trainer(metrics=["accuracy"])
 backup = sp.callbacks.BackupAndRestore(sys.argv[1], every=1, share=None)
 history = made.fit(data(), epochs=40, batch_size=3, callbacks=[backup], verbose=0)
@@ -49,7 +50,7 @@ print(history.history, made.step, made.model[0].weight.sum().item())
 def run(folder: Path, failpoint: str = "") -> subprocess.CompletedProcess[str]:
     env = {**os.environ, ENV: failpoint} if failpoint else dict(os.environ)
     argv = [sys.executable, "-c", SCRIPT, str(folder)]
-    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=100)
+    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=LIMIT)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 from spartito.errors import UserError
 from spartito.training.callbacks import TensorBoard
 from spartito.training.callbacks.event_file import crc32c
+from tests.commands import LIMIT
 
 EPOCHS = [
     {"loss": 0.5 / n, "accuracy": 0.25 * n, "val_loss": 0.75 / n, "examples_per_second": 100.0}
@@ -92,11 +93,11 @@ def test_writing_does_not_import_tensorflow(tmp_path: Path) -> None:
         "from spartito.training.callbacks.event_file import EventFile\n"
         f"EventFile(Path({str(tmp_path / 'events')!r})).scalars(1, {{'loss': 0.5}})\n"
     )
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
     subprocess.run(
         [sys.executable, "-W", "error", "-c", script],
         env=os.environ | {"PYTHONPATH": path},
-        timeout=100,
+        timeout=LIMIT,
         check=True,
     )
     assert read(tmp_path / "events") == {"loss": [(1, 0.5)]}

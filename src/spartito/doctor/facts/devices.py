@@ -6,15 +6,18 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 from spartito.doctor.wording import amount
 from spartito.system import IS_LINUX
 
 PLUG_INS = "torch.backends"
 """The group of entry points by which other packages bring torch a kind of devices."""
+
+OWN_PLUG_IN = "spartito_backend"
+"""The module of ours in that group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +49,18 @@ def devices(env: Mapping[str, str], torch: str, seconds: float) -> Devices:
     """
     if listed := gpu_names(env, seconds):
         return Devices(tuple(listed), "NCCL")
-    if not may_know(torch, IS_LINUX, bool(entry_points(group=PLUG_INS))):
+    if not may_know(torch, IS_LINUX, bool(of_others(entry_points(group=PLUG_INS)))):
         return Devices()
     return told(env, seconds)
+
+
+def of_others(plug_ins: Iterable[EntryPoint]) -> list[EntryPoint]:
+    """Those of torch's plug-ins that may bring devices: ours brings only a process group.
+
+    Args:
+        plug_ins: What installed packages have torch call.
+    """
+    return [point for point in plug_ins if point.module != OWN_PLUG_IN]
 
 
 def may_know(torch: str, is_linux: bool, has_plug_ins: bool) -> bool:

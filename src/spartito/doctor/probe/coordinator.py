@@ -60,8 +60,8 @@ ONE_AT_A_TIME = 16
 """Up to so many tasks pairs take turns; of more, pairs without a common task go together."""
 
 RETRIES = 2
-"""How often a pair that may be slow, or lets nothing large through, is measured again, with more
-time: a busy moment is no slow network."""
+"""How often a pair that may be slow, lets nothing large through, or did not respond in time, is
+measured again, with more time: a busy moment is no slow network."""
 
 
 @dataclass
@@ -236,11 +236,11 @@ class Coordinator:
         """Measure ``pairs`` in turns, what training uses first, and again those that look bad."""
         tasks = list(self._facts())
         width = 1 if len(tasks) <= ONE_AT_A_TIME else len(tasks) // 2
-        targets, gone = self._targets(), set(self.unresponsive)
+        targets, gone = self._targets(), set[str]()
         until = self.began + MEASURE * self.seconds
         needed = needed_pairs(self.addresses, self._facts())
         needed |= {pair[::-1] for pair in needed}
-        there = set(pairs)
+        there = everywhere = set(pairs)
 
         def turn(pair: Pair) -> None:
             for source, target in (pair, pair[::-1]):
@@ -264,12 +264,12 @@ class Coordinator:
 
         with ThreadPoolExecutor(width) as pool:
             for attempt in range(1 + RETRIES):
-                seconds = MEASURE_SECONDS * (1 + attempt)
+                seconds, gone = MEASURE_SECONDS * (1 + attempt), set(self.unresponsive)
                 for wanted in (there & needed, there - needed):
                     for together in rounds(tasks) if wanted else ():
                         list(pool.map(turn, together))
                 there = {speed.pair for speed in self.speeds.values() if speed.may_be_slow}
-                there |= set(self.stuck)
+                there |= everywhere - self.speeds.keys()
 
     def _keep(self, speed: Speed) -> None:
         """The better of what was measured of one pair."""
