@@ -15,10 +15,11 @@ MACHINE = Machine(
     memory=8e9,
     shared=Line(1e-5, 2e-10),
     sockets=Line(1e-4, 8e-10),
-    contention=1.1,
+    contention=0.1,
     disk=2e8,
     start=4.0,
     codes={"8bit": Code(0.252, 1e-9, 3e-10), "4bit": Code(0.127, 1e-9, 3e-10)},
+    overheads={},
 )
 PROFILE = Profile(
     target="train.py",

@@ -9,10 +9,12 @@ import pytest
 
 from spartito.cli import main
 from spartito.declared import parse
+from spartito.planning.costs.parts import Situation
 from spartito.planning.page import PAGE, RECORD, TRACE, trace
 from spartito.planning.scaling import TIMES, Curve, curves
 from spartito.planning.search import predict, search
-from tests.planning.made import PROFILE, situation
+from spartito.planning.simulation import SHOWN_STEPS
+from tests.planning.made import PROFILE, situation, without_variation
 
 
 @pytest.fixture
@@ -50,16 +52,19 @@ def test_files_of_the_user_stay(
         own.unlink()
 
 
-def test_the_parts_of_a_step_come_one_after_the_other() -> None:
-    choices = search(situation()).choices[:2]
+def test_the_parts_of_each_task_come_one_after_the_other() -> None:
+    steady = Situation(without_variation(), situation().cluster, 512)
+    choices = search(steady).choices[:2]
     events = trace(choices)["traceEvents"]
     for number, choice in enumerate(choices):
-        parts = [event for event in events if event["pid"] == number and event["ph"] == "X"]
-        end = 0.0
-        for part in parts:
-            assert part["ts"] == pytest.approx(end)
-            end = part["ts"] + part["dur"]
-        assert end == pytest.approx(choice.cost.step * 1e6)
+        tasks = choice.situation.cluster.tasks
+        for task in range(tasks):
+            own = [e for e in events if (e["pid"], e.get("tid"), e["ph"]) == (number, task, "X")]
+            end = 0.0
+            for part in own:
+                assert part["ts"] == pytest.approx(end)
+                end = part["ts"] + part["dur"]
+            assert end == pytest.approx(SHOWN_STEPS * choice.cost.step * 1e6)
 
 
 def test_curves_are_what_is_predicted_for_each_number_of_machines() -> None:

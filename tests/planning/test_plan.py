@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,17 @@ from torch import nn
 import spartito as sp
 from spartito.cli import main
 from spartito.data.batch import Batch
+from spartito.declared import parse
 from spartito.errors import UserError
 from spartito.launch.job import Program
 from spartito.names import ENV_PROFILE
 from spartito.planning.check import check
+from spartito.planning.costs.parts import Situation
 from spartito.planning.measure import _exchanges, profile_of
+from spartito.planning.probe import together
 from spartito.planning.profile import Profile
+from spartito.planning.reference import BATCH, TRIED, overheads
+from spartito.planning.search import predict
 from spartito.training import step_profile
 from spartito.training.step_profile import _tokens
 from tests.planning.made import PROFILE, cluster
@@ -137,7 +143,7 @@ def test_what_cannot_be_ends_with_2_and_says_why(
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"version": 99}, "has version 99, and this reads 1"),
+        ({"version": 99}, "has version 99, and this reads 2"),
         ({"kind": "cake"}, "is no profile"),
         ({"samples": []}, "is damaged"),
         ({"extra": 1}, "is damaged: unknown extra"),
@@ -244,18 +250,65 @@ def test_a_training_is_profiled_and_planned(
     assert least <= steps["activations"]["bytes"] / steps["activations"]["batch"] <= 4 * least
     assert [part["name"] for part in steps["parts"]] == ["0", "1", "2", "3"]
     assert steps["mesh"]["2"]["parameters"] < 0.7
+    assert steps["contention"] is None
 
-    monkeypatch.delenv(ENV_PROFILE)
-    exchanges = _exchanges(tmp_path, os.environ)
-    found = profile_of(Program("mnist", kind="recipe"), {**steps, "started": 1.0}, exchanges)
-    assert found.machine.sockets.each > 0
-    assert found.machine.contention >= 1
+    found = profile_of(Program("mnist", kind="recipe"), {**steps, "started": 1.0}, exchanged(steps))
+    assert found.machine.contention == 0.2  # no core for a neighbour: what the exchange saw
+    assert found.machine.overheads["mirrored"] > 0
+    assert found.machine.overheads["sharded(zero=2)"] == 0
     file = tmp_path / "p.json"
     file.write_text(found.text())
     assert Profile.read(file) == found
     capsys.readouterr()
     assert main(["plan", "--profile", str(file), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["choices"]) > 5
+
+
+def exchanged(steps: dict[str, Any]) -> dict[str, Any]:
+    """What `spartito.planning.probe` writes, with round numbers."""
+    return {
+        "sockets": [[1e3, 1e-4], [1e6, 1e-3]], "memory": [[1e3, 1e-5], [1e6, 2e-4]],
+        "contention": 0.2, "disk": 1e8, "codes": {"8bit": {"bytes": 0.25, "pack": 1e-9,
+        "unpack": 1e-9}}, "reference": steps, "trials": {"mirrored": 1.0, "sharded(zero=2)": 0.0},
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_processes_of_this_machine_find_out_what_strategies_take(tmp_path: Path) -> None:
+    found = _exchanges(tmp_path, os.environ, tensors=6)
+    assert set(found["trials"]) == set(TRIED)
+    assert all(seconds > 0 for seconds in found["trials"].values())
+    assert found["sockets"][-1][1] > found["sockets"][0][1] > 0
+    assert {sample["batch"] for sample in found["reference"]["samples"]} == {BATCH / 4, BATCH}
+    assert found["reference"]["model"]["tensors"] == 6
+    reference = profile_of(Program("mnist", kind="recipe"), {**found["reference"], "started": 1.0},
+                           found)  # fmt: skip
+    assert reference.machine.overheads["mesh"] > 0  # its meetings have Python of their own
+
+
+def test_tasks_that_fail_are_told_apart_from_slow_ones(capfd: pytest.CaptureFixture[str]) -> None:
+    assert together(partial(pow, 2, 5), 2) == 32
+    with pytest.raises(RuntimeError, match="a job of 2 tasks on this machine did not end well"):
+        together(partial(divmod, 1, 0), 2)
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_what_was_tried_counts_for_strategies_with_the_same_options() -> None:
+    own = {"sharded(zero=1)": 1.0, "sharded(zero=3)": 2.0, "mirrored": 3.0}
+    profile = replace(PROFILE, machine=replace(PROFILE.machine, overheads=own))
+    bare, with_it = (Situation(each, cluster(), 512) for each in (PROFILE, profile))
+    for text, more in (
+        ("sharded(zero=1)", 1.0),
+        ("sharded(zero=2)", 0.0),
+        ("sharded(zero=3)", 2.0),
+        ("mirrored", 3.0),
+        ("central_storage", 0.0),
+    ):
+        step = predict(parse(text), with_it).cost.step - predict(parse(text), bare).cost.step
+        assert step == pytest.approx(more * 1.1)  # beside another task, as all that computes
+        assert overheads(PROFILE, {text: 100.0})[text] > 99
+        assert overheads(PROFILE, {text: 0.0})[text] == 0
+    assert overheads(PROFILE, {"tpu": 1.0}) == {}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Takes a profile: one process trains for some seconds, then two exchange."""
+"""Takes a profile: one process trains for some seconds, then some exchange."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,18 @@ from typing import Any
 from spartito.cluster.resolver import check_alone
 from spartito.errors import UserError
 from spartito.launch.job import Program
-from spartito.launch.processes.local import Position, environments
-from spartito.names import ENV_EPOCHS, ENV_PROFILE, ENV_RUN_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS
+from spartito.names import (
+    ENV_EPOCHS,
+    ENV_PROFILE,
+    ENV_RUN_DIR,
+    ENV_STRATEGY,
+    ENV_STRATEGY_OPTIONS,
+)
 from spartito.notes import say
 from spartito.planning import probe
-from spartito.planning.profile import Line, Profile, source_of
+from spartito.planning.profile import Code, Line, Machine, Profile, source_of
+from spartito.planning.reference import layers_of, overheads
 from spartito.system.capacity import memory_limit
-from spartito.wire.ports import free_port
 
 NOT_INHERITED = ("TF_CONFIG", ENV_EPOCHS, ENV_STRATEGY, ENV_STRATEGY_OPTIONS, "OMP_NUM_THREADS")
 LIMIT = 600.0
@@ -55,7 +61,7 @@ def take_profile(
     with tempfile.TemporaryDirectory(prefix="spartito-plan-") as name:
         folder = Path(name)
         steps = _steps(program, data, batch_size, folder, base)
-        exchanges = _exchanges(folder, base)
+        exchanges = _exchanges(folder, base, steps["model"]["tensors"])
     return profile_of(program, steps, exchanges)
 
 
@@ -70,11 +76,30 @@ def profile_of(program: Program, steps: Mapping[str, Any], exchanges: Mapping[st
     Returns:
         The profile.
     """
-    sockets = Line.through([(x, y) for x, y in exchanges["sockets"]])
-    shared = Line.through([(x, y) for x, y in exchanges.get("memory", exchanges["sockets"])])
-    kept = steps["activations"]
-    taken = {"model", "samples", "parts", "mesh", "batch_size", "examples", "steps_per_epoch"}
-    taken |= {"accumulate", "tokens_per_example", "example_bytes", "device", "base_memory"}
+    machine = _machine(steps, exchanges)
+    found = _profile(program, steps, machine)
+    own = {**steps, **exchanges["reference"]}
+    small = _profile(program, own, _machine(own, exchanges))
+    return replace(found, machine=replace(machine, overheads=overheads(small, exchanges["trials"])))
+
+
+def _machine(steps: Mapping[str, Any], exchanges: Mapping[str, Any]) -> Machine:
+    contention = steps["contention"]
+    return Machine(
+        cores=steps["cores"],
+        memory=memory_limit(),
+        shared=Line.through([(x, y) for x, y in exchanges.get("memory", exchanges["sockets"])]),
+        sockets=Line.through([(x, y) for x, y in exchanges["sockets"]]),
+        contention=exchanges["contention"] if contention is None else contention,
+        disk=exchanges["disk"],
+        start=steps["started"],
+        codes={name: Code(**each) for name, each in exchanges["codes"].items()},
+        overheads={},
+    )
+
+
+def _profile(program: Program, steps: Mapping[str, Any], machine: Machine) -> Profile:
+    kept, taken = steps["activations"], {field.name for field in fields(Profile)}
     return Profile.of(
         {name: value for name, value in steps.items() if name in taken}
         | {
@@ -83,16 +108,7 @@ def profile_of(program: Program, steps: Mapping[str, Any], exchanges: Mapping[st
             "spartito": version("spartito"),
             "torch": version("torch"),
             "activations": kept["bytes"] / max(1, kept["batch"]),
-            "machine": {
-                "cores": steps["cores"],
-                "memory": memory_limit(),
-                "shared": {"start": shared.start, "each": shared.each},
-                "sockets": {"start": sockets.start, "each": sockets.each},
-                "contention": exchanges["contention"],
-                "disk": exchanges["disk"],
-                "start": steps["started"],
-                "codes": exchanges["codes"],
-            },
+            "machine": asdict(machine),
         }
     )
 
@@ -136,31 +152,17 @@ def _steps(
     return {**found, "started": max(0.0, whole - found["seconds"])}
 
 
-def _exchanges(folder: Path, base: Mapping[str, str]) -> dict[str, Any]:
-    """What two processes find out about the machine."""
-    say("two processes of this machine exchange for about five seconds")
+def _exchanges(folder: Path, base: Mapping[str, str], tensors: int) -> dict[str, Any]:
+    """What processes of this machine find out about it, for a model of so many tensors."""
+    say("two processes of this machine exchange, and train a small model, for about ten seconds")
     file = folder / "exchanges.json"
-    told = environments(dict(base), Position(0, 1, "127.0.0.1", free_port()), 2)
-    words = [sys.executable, str(Path(probe.__file__)), str(file)]
-    tasks = [
-        subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        for env in told
-    ]
-    said = ""
-    try:
-        for task in tasks:
-            said += task.communicate(timeout=2 * probe.LIMIT)[1].decode(errors="replace")
-    except subprocess.TimeoutExpired as error:
-        raise UserError(
-            "two processes of this machine did not exchange in time", "Try spartito doctor."
-        ) from error
-    finally:
-        for task in tasks:
-            _end(task)
+    words = [sys.executable, "-m", probe.__name__, str(file), str(layers_of(tensors))]
+    code, said = _run(words, base, until=file)
     if not file.exists():
         last = "\n".join(said.strip().splitlines()[-LINES:])
         raise UserError(
-            f"two processes of this machine could not exchange:\n{last}", "Try spartito doctor."
+            f"two processes of this machine could not exchange (exit code {code}):\n{last}",
+            "Try spartito doctor.",
         )
     found: dict[str, Any] = json.loads(file.read_text())
     return found

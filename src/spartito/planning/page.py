@@ -13,6 +13,7 @@ from spartito.names import plural, size
 from spartito.planning.costs.parts import WAITS
 from spartito.planning.scaling import Curve, curves
 from spartito.planning.search import Choice, Goal, Outcome
+from spartito.planning.simulation import simulate
 from spartito.planning.table import columns, command, heading, record, sentences
 from spartito.registry import strategy_info
 from spartito.report.bars import Bar, Bars
@@ -109,6 +110,7 @@ def render(
         refusals=outcome.refusals,
         speeds=[_speeds(shown)],
         steps=_steps(shown, paints),
+        timelines=[(str(each.strategy), _timeline(each, paints)) for each in shown[:TRACED]],
         step_key=[(WAITS[name], paint) for name, paint in paints.items()],
         memory=_memory(shown, memory_paints),
         memory_key=list(memory_paints.items()),
@@ -118,22 +120,35 @@ def render(
 
 
 def trace(choices: Sequence[Choice]) -> dict[str, Any]:
-    """One step of each strategy as Chrome and Perfetto show it, its parts one after the other."""
+    """Some steps of each strategy as Chrome and Perfetto show them, simulated task by task."""
     events: list[dict[str, Any]] = []
     for number, choice in enumerate(choices):
-        begun = 0.0
         name = {"name": str(choice.strategy)}
         events.append({"name": "process_name", "ph": "M", "pid": number, "tid": 0, "args": name})
-        for part, seconds in choice.cost.seconds.items():
-            if seconds:
-                events.append(
-                    {
-                        "name": WAITS[part], "ph": "X", "pid": number, "tid": 0,
-                        "ts": begun * 1e6, "dur": seconds * 1e6,
-                    }
-                )  # fmt: skip
-            begun += seconds
+        events += [
+            {
+                "name": WAITS[span.name], "ph": "X", "pid": number, "tid": span.task,
+                "ts": span.begin * 1e6, "dur": (span.end - span.begin) * 1e6,
+            }
+            for span in simulate(choice).spans
+        ]  # fmt: skip
     return {"traceEvents": events, "otherData": {"made by": "spartito plan"}}
+
+
+def _timeline(choice: Choice, paints: Mapping[str, str]) -> list[Stack]:
+    """What each of the first tasks does in some steps."""
+    spans = simulate(choice).spans
+    longest = max(span.end for span in spans)
+    rows: dict[int, list[Part]] = {}
+    for span in spans:
+        seconds = span.end - span.begin
+        part = Part(WAITS[span.name], seconds / longest, paints[span.name], _milliseconds(seconds))
+        rows.setdefault(span.task, []).append(part)
+    return [Stack(f"task {task}", parts, "") for task, parts in sorted(rows.items())]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
 
 
 def _each_kind(choices: Sequence[Choice]) -> list[Choice]:
@@ -165,7 +180,7 @@ def _steps(choices: Sequence[Choice], paints: Mapping[str, str]) -> list[Stack]:
         Stack(
             str(choice.strategy),
             [
-                Part(WAITS[name], seconds / longest, paints[name], f"{seconds * 1e3:.3g} ms")
+                Part(WAITS[name], seconds / longest, paints[name], _milliseconds(seconds))
                 for name, seconds in choice.cost.seconds.items()
                 if seconds
             ],

@@ -1,20 +1,35 @@
-"""Two processes of this machine exchange for a few seconds: what a byte costs, and a meeting.
+"""Processes of this machine exchange for some seconds: what a byte costs, and what strategies do.
 
-``python probe.py FILE``, with the variables of a job of two workers; rank 0 writes the file.
+``python -m spartito.planning.probe FILE LAYERS``
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from spartito.launch.processes.local import SETTINGS, Position, environments
+from spartito.launch.processes.roles import HOST, Roles, task_environments
+from spartito.notes import note
+from spartito.planning import reference
+from spartito.wire.ports import free_ports
+
+LOADED = ("torch._dynamo", "spartito.training.trainer")
+"""What tasks need, which are forks of a process that has it. The first optimizer of a process loads
+torch._dynamo, which takes longer than all that is measured."""
 LIMIT = 60.0
 SIZES = {1 << 8: 200, 1 << 18: 20, 1 << 22: 3}
 """Floats of a sum, and how often each is made in a round."""
@@ -30,8 +45,104 @@ WRITTEN = 32 << 20
 
 
 def main() -> None:
-    """Measure; rank 0 writes what came out."""
+    """Measure, and write what came out."""
     import torch
+
+    file, layers = Path(sys.argv[1]), int(sys.argv[2])
+    for name in LOADED:
+        import_module(name)
+    torch.set_num_threads(1)
+    found = together(_exchanges, 2)
+    note("profiles a small model")
+    found["reference"] = together(partial(reference.profiled, layers), 1)
+    found["trials"] = {}
+    for number, text in enumerate(reference.TRIED, 1):
+        note("trains it under %s (%d of %d)", text, number, len(reference.TRIED))
+        job = partial(reference.trained, text, layers)
+        try:
+            found["trials"][text] = together(job, *reference.tasks_of(text))
+        except RuntimeError as error:
+            note("%s: %s; its own code is taken for nothing", text, error)
+    file.write_text(json.dumps(found))
+
+
+def together(task: Callable[[], Any], workers: int, servers: int = 0) -> Any:
+    """Run a job of forks on this machine.
+
+    Args:
+        task: What each does.
+        workers: How many there are.
+        servers: Parameter servers beside them.
+
+    Returns:
+        What the first one returned.
+
+    Raises:
+        RuntimeError: It ended otherwise, or not in time; what it said is on stderr.
+    """
+    result, wrote = os.pipe()
+    pids: list[int] = []
+    with ExitStack() as held:
+        ports = free_ports(workers + servers, held=held)
+        base = dict(os.environ) | SETTINGS
+        told = (
+            task_environments(base, Roles(workers, servers), ports)
+            if servers
+            else environments(base, Position(0, 1, HOST, ports[0]), workers)
+        )
+        try:
+            for rank, environment in enumerate(told):
+                pid = os.fork()
+                if not pid:
+                    _run(task, environment, wrote, tells=rank == 0)
+                pids.append(pid)
+            os.close(wrote)
+            text = _read(result, LIMIT)
+        finally:
+            os.close(result)
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+    if not text:
+        raise RuntimeError(f"a job of {len(told)} tasks on this machine did not end well")
+    return json.loads(text)
+
+
+def _read(file: int, limit: float) -> bytes:
+    """What is written until the other end closes; nothing where that takes too long."""
+    end, parts = time.monotonic() + limit, b""
+    while select.select([file], [], [], max(0.0, end - time.monotonic()))[0]:
+        part = os.read(file, 1 << 16)
+        if not part:
+            return parts
+        parts += part
+    return b""
+
+
+def _run(
+    task: Callable[[], Any], environment: Mapping[str, str], wrote: int, tells: bool
+) -> NoReturn:
+    """In a fork: be the task; one of them tells what came out."""
+    if not tells:
+        os.close(wrote)
+    code = 1
+    try:
+        os.environ.clear()
+        os.environ.update(environment)
+        found = task()
+        if tells:
+            os.write(wrote, json.dumps(found).encode())
+        code = 0
+    except SystemExit:  # a server has served
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _exchanges() -> dict[str, Any]:
+    """What two tasks measure; the first one tells."""
     from torch.distributed import TCPStore
 
     from spartito.collectives.shared_memory import Cores, SharedMemoryCollective
@@ -42,7 +153,6 @@ def main() -> None:
     from spartito.system.capacity import cgroup_quota
     from spartito.wire.addresses import DRAWN, Endpoint
 
-    torch.set_num_threads(1)
     rank, host = int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
     port, limit = int(os.environ["MASTER_PORT"]), timedelta(seconds=LIMIT)
     store = TCPStore(host, port, is_master=rank == 0, timeout=limit)
@@ -65,8 +175,8 @@ def main() -> None:
         each.barrier()
         each.close()
     if rank == 0:
-        found |= {"contention": max(1.0, alone / beside), "disk": _disk(), "codes": _codes()}
-        Path(sys.argv[1]).write_text(json.dumps(found))
+        found |= {"contention": max(0.0, alone / beside - 1), "disk": _disk(), "codes": _codes()}
+    return found
 
 
 def _sums(group: Any) -> list[list[float]]:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from spartito.errors import UserError
 
-VERSION = 1
+VERSION = 2
 KIND = "spartito profile"
 PARTS = ("input", "forward", "backward", "update", "other")
 """What a step is made of, in its order."""
@@ -143,10 +143,12 @@ class Machine:
         memory: Bytes.
         shared: Seconds of a sum between two processes by shared memory, by bytes.
         sockets: The same by sockets of the loopback.
-        contention: How many times slower a process computes when another one does, too.
+        contention: By what part a task computes slower for each other one that does, too.
         disk: Bytes a second that reach its disk.
         start: Seconds from the start of a process to its first step.
         codes: Of compressed exchanges, by their name.
+        overheads: Seconds of a step in a strategy's own code, by the strategy: what a small model
+            took beyond the closed form.
     """
 
     cores: int
@@ -157,6 +159,7 @@ class Machine:
     disk: float
     start: float
     codes: Mapping[str, Code]
+    overheads: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

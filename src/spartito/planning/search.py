@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from spartito.declared import Declared, parse_all
+from spartito.declared import Declared, parse, parse_all
 from spartito.errors import UserError
 from spartito.launch.lines.line import MOST, Link
 from spartito.names import nearest, size
 from spartito.planning.costs import local_sgd, mesh, pipeline, replicas, servers, sharded
+from spartito.planning.costs.compute import crowding
 from spartito.planning.costs.failures import Loss, lost
-from spartito.planning.costs.parts import Cost, Costs, LosesParts, Situation
+from spartito.planning.costs.parts import OVERHEAD, Cost, Costs, LosesParts, Situation
 from spartito.registry import names_anywhere, strategy_info
 
 ALL = "all"
@@ -211,13 +212,29 @@ def predict(strategy: Declared, situation: Situation, fail: float = 0.0) -> Choi
             f"a global batch of {situation.batch} for {tasks} replicas: each needs an example",
             "Take fewer workers, or a larger --batch-size.",
         )
-    found = costs.cost(strategy, situation)
+    found = _with_overhead(costs.cost(strategy, situation), strategy, situation)
     width = max(LEAST_WIDTH, situation.profile.uncertainty(cluster.threads))
     if isinstance(costs, LosesParts):
         loss = costs.lost(strategy, situation, fail, found)
     else:
-        loss = lost(situation, fail, info.asynchronous)
+        recovers = info.recovers and found.rhythm.replicas > 1
+        loss = lost(situation, fail, info.asynchronous, recovers)
     return Choice(strategy, situation, found, width, loss)
+
+
+def _with_overhead(cost: Cost, strategy: Declared, situation: Situation) -> Cost:
+    """A step with what a small model took under its strategy beyond the closed form."""
+    known = situation.profile.machine.overheads
+    exact = [text for text in known if _holds(parse(text), strategy)]
+    if not exact:
+        return cost
+    own = known[max(exact, key=len)] * crowding(situation)
+    return replace(cost, seconds={**cost.seconds, OVERHEAD: own})
+
+
+def _holds(tried: Declared, strategy: Declared) -> bool:
+    """Whether what was tried is the strategy, but for options that it left as they are."""
+    return tried.name == strategy.name and tried.options.items() <= strategy.options.items()
 
 
 def improvements(

@@ -10,6 +10,7 @@ from typing import Any
 from spartito.names import size
 from spartito.planning.costs.parts import Situation
 from spartito.planning.search import Choice, Goal, Outcome
+from spartito.planning.simulation import simulate
 from spartito.registry import strategy_info
 
 WORTH = 1.03
@@ -80,12 +81,23 @@ def sentences(outcome: Outcome, target: str, better: Sequence[tuple[str, float]]
             f"steps of {_duration(best.cost.step)} are short: the order of strategies was wrong in "
             "two of three trials of such (docs/guides/plan.md), so compare those at the top"
         )
+    if outcome.situation.cluster.tasks > 1:
+        lines.append(_simulated(best))
     lines += [f"{best.strategy}: {said}" for said in best.cost.said]
     if better and better[0][1] >= WORTH:
         lines.append(f"most would help {better[0][0]}: {better[0][1]:.2f} times the speed")
     if math.isfinite(best.loss.every):
         lines.append(f"save every {_duration(best.loss.every)}: that loses the least to failures")
     return lines
+
+
+def _simulated(choice: Choice) -> str:
+    """What many steps of a strategy come to, where tasks vary and machines differ."""
+    found = simulate(choice)
+    return (
+        f"{choice.strategy}, simulated task by task: {_number(found.rate)} examples/s; tasks wait "
+        f"for each other {found.waiting:.0%} of the time"
+    )
 
 
 def record(

@@ -38,8 +38,9 @@ from spartito.report.lines import line_of
 from spartito.steps.computation import WholeModel
 from spartito.storage.atomic import write_file_atomically
 from spartito.system import resident_memory
-from spartito.system.capacity import available_cores
+from spartito.system.capacity import available_cores, available_memory
 from spartito.training.metrics.gathering import MetricSet
+from spartito.training.neighbours import Neighbours
 
 if TYPE_CHECKING:
     from spartito.training.trainer import Trainer
@@ -56,6 +57,10 @@ DIVISIONS = 4
 AXES = (2, 4, 8)
 """Tasks among which tensors are cut, for the strategy mesh."""
 MOST_PARTS = 512
+NEIGHBOURS = 7
+"""Forks that train beside this process at most, ..."""
+COPIES = 4
+"""... each with its own parameters, gradients and optimizer's state."""
 SIZE = "size"
 IQR = 1.349
 """Standard deviations between the quartiles of a normal distribution."""
@@ -86,7 +91,7 @@ def profile_and_end(trainer: Trainer, chain: Dataset, steps: int | None) -> NoRe
             "Take what the launcher decides, sp.strategy(), or leave the strategy out.",
         )
     began = time.monotonic()
-    found = _Profiler(trainer, chain).record()
+    found = Profiler(trainer, chain).record()
     found["steps_per_epoch"] = steps or chain.steps_per_epoch
     found["seconds"] = time.monotonic() - began
     write_file_atomically(Path(os.environ[ENV_PROFILE]), line_of(found) + "\n")
@@ -128,11 +133,18 @@ def _wholes(times: dict[str, list[float]]) -> list[float]:
     return [sum(step) for step in zip(*parts, strict=True)]
 
 
-class _Profiler:
-    """Runs steps as the training loop does, and looks at the parts of each."""
+class Profiler:
+    """Runs steps as the training loop does, and looks at the parts of each.
 
-    def __init__(self, trainer: Trainer, chain: Dataset) -> None:
+    Args:
+        trainer: In whose `fit` we are, of one process.
+        chain: What it trains on.
+        seconds: Of all steps that are measured, where one is short.
+    """
+
+    def __init__(self, trainer: Trainer, chain: Dataset, seconds: float | None = None) -> None:
         self._trainer, self._chain = trainer, chain
+        self._seconds = SECONDS if seconds is None else seconds
         self._engine: Any = trainer.strategy.engine
         self._model = unwrap(trainer.model)
         self._metrics = MetricSet(trainer.metrics)
@@ -153,6 +165,7 @@ class _Profiler:
             torch.set_num_threads(1)  # parts are compared with each other alone
             kept = self._activations(batch)
             parts = self._parts(batch)
+            contention = self._contention(min(2, divisions))
         learned = optimizer_parameters(trainer.optimizer)
         parameters, buffers = list(self._model.parameters()), list(self._model.buffers())
         state = [t for held in trainer.optimizer.state.values() for t in _tensors(held)]
@@ -182,6 +195,7 @@ class _Profiler:
             "base_memory": max(0, base),
             "activations": kept,
             "samples": [sample.record() for sample in samples],
+            "contention": contention,
             "parts": parts,
             "mesh": {str(size): found for size in AXES if (found := self._along(size, batch))},
         }
@@ -203,9 +217,9 @@ class _Profiler:
             for stream in streams.values():
                 for _ in range(WARM_UP):
                     self._step(stream)
-                    if time.perf_counter() - began > SECONDS / WARM_UP:
+                    if time.perf_counter() - began > self._seconds / WARM_UP:
                         break
-            spent, limit = dict.fromkeys(samples, 0.0), SECONDS / len(samples)
+            spent, limit = dict.fromkeys(samples, 0.0), self._seconds / len(samples)
             for number in range(ROUNDS):
                 note("measures steps: round %d of %d", number + 1, ROUNDS)
                 for (threads, divisions), sample in samples.items():
@@ -226,6 +240,36 @@ class _Profiler:
             for stream in streams.values():
                 stream.close()
         return list(samples.values())
+
+    def _contention(self, divisions: int) -> float | None:
+        """By what part a step is slower for each other core that computes one; None: not known."""
+        model = self._model
+        own = sum(map(_nbytes, [*model.parameters(), *model.buffers()])) * COPIES
+        room = int(available_memory() / 2 / max(1, own))
+        count = min(available_cores() - 1, NEIGHBOURS, room)
+        if count < 1 or self._device.type != "cpu":
+            return None
+
+        def work() -> Callable[[], object]:
+            stream = self._batches(divisions)
+            return lambda: self._step(stream)
+
+        stream, limit = self._batches(divisions), self._seconds / NEIGHBOURS / ROUNDS
+        times: dict[bool, list[float]] = {True: [], False: []}
+        with Neighbours(count, work) as neighbours:
+            for number in range(2 * ROUNDS):
+                is_alone = bool(number % 2)
+                neighbours.pause() if is_alone else neighbours.go_on()
+                self._step(stream)
+                whole: list[float] = []
+                until = time.perf_counter() + limit
+                while len(whole) < LEAST or time.perf_counter() < until:
+                    found = self._step(stream)
+                    whole.append(sum(found.values()) - found[SIZE])
+                times[is_alone].append(median(whole))
+        stream.close()
+        slower = min(times[False]) / min(times[True])  # other programs are no part of it
+        return max(0.0, slower - 1) / count
 
     def _step(self, stream: Iterator[Batch]) -> dict[str, float]:
         """One step of the training loop: its examples, and the seconds of its parts."""

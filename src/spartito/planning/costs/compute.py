@@ -49,8 +49,8 @@ def crowding(situation: Situation) -> float:
     """
     cluster = situation.cluster
     turns = max(1.0, cluster.workers / cluster.cores)
-    together = situation.profile.machine.contention if cluster.workers > 1 else 1.0
-    return turns * together
+    others = min(cluster.workers, cluster.cores) - 1
+    return turns * (1 + situation.profile.machine.contention * others)
 
 
 def slowest_of(tasks: float, deviation: float) -> float:

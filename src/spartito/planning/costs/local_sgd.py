@@ -9,15 +9,20 @@ from typing import Any
 from spartito.declared import Declared
 from spartito.planning.costs.compute import waiting
 from spartito.planning.costs.exchange import coded
-from spartito.planning.costs.failures import Loss
+from spartito.planning.costs.failures import PAUSE, Loss
 from spartito.planning.costs.failures import lost as lost_together
 from spartito.planning.costs.groups import EVERY, groups_of
 from spartito.planning.costs.memory import held
-from spartito.planning.costs.parts import OTHERS, Cost, Situation, check_options, whole_number
+from spartito.planning.costs.parts import (
+    OTHERS,
+    Cost,
+    Rhythm,
+    Situation,
+    check_options,
+    whole_number,
+)
 
 OPTIONS: tuple[str, ...] = ("groups", "every", "compress")
-PAUSE = 2.0
-"""Seconds that all tasks lose when one is lost, as `benchmarks.recovery` has measured."""
 
 
 def candidates(situation: Situation) -> Iterable[Mapping[str, Any]]:
@@ -76,4 +81,5 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
         f"{count} models drift apart for {every} updates, which are of "
         f"{situation.batch / count:.3g} examples: the goal may take more of them",
     )
-    return Cost(seconds, memory, exchange.sent, situation.batch, said)
+    rhythm = Rhythm(group=members, every=every, replicas=members)
+    return Cost(seconds, memory, exchange.sent, situation.batch, said, rhythm)

@@ -17,6 +17,7 @@ from spartito.planning.costs.parts import (
     OTHERS,
     UPDATE,
     Cost,
+    Rhythm,
     Situation,
     check_options,
     whole_number,
@@ -75,4 +76,10 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
         exchange=gradients,
     )
     waits = {OTHERS: waiting(situation, own, cluster.tasks)}
-    return Cost({**own, **exchange.seconds, **waits}, memory, exchange.sent, situation.batch)
+    return Cost(
+        {**own, **exchange.seconds, **waits},
+        memory,
+        exchange.sent,
+        situation.batch,
+        rhythm=Rhythm(replicas=replicas),
+    )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 INPUT, COMPUTE, UPDATE = "input", "compute", "update"
 MEMORY, LINK, OTHERS = "memory", "link", "others"
-STAGES, SERVERS = "stages", "servers"
+STAGES, SERVERS, CORES, OVERHEAD = "stages", "servers", "cores", "overhead"
 WAITS: Mapping[str, str] = {
     INPUT: "reads its data",
     COMPUTE: "computes",
@@ -27,6 +27,8 @@ WAITS: Mapping[str, str] = {
     OTHERS: "waits for the slowest task",
     STAGES: "waits for other stages",
     SERVERS: "waits for the servers",
+    CORES: "waits for a core",
+    OVERHEAD: "is in the strategy's own code",
 }
 """What a task does in the parts of a step."""
 
@@ -55,6 +57,23 @@ class Situation:
 
 
 @dataclass(frozen=True, slots=True)
+class Rhythm:
+    """Which tasks wait for each other, for a simulation of many steps.
+
+    Attributes:
+        group: Tasks that meet in every step; 0: all of them.
+        every: Steps after which all groups meet, or each has the servers update.
+        served: Seconds of the servers for one push; 0 where tasks meet without servers.
+        replicas: Tasks that have the same parameters: with several a lost one is replaced.
+    """
+
+    group: int = 0
+    every: int = 1
+    served: float = 0.0
+    replicas: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Cost:
     """What a step takes.
 
@@ -64,6 +83,7 @@ class Cost:
         sent: Bytes that the busiest machine sends over its line for each update.
         examples: Trained on in these seconds, over all tasks.
         said: What a closed form cannot know of it.
+        rhythm: Which tasks wait for each other.
     """
 
     seconds: Mapping[str, float]
@@ -71,6 +91,7 @@ class Cost:
     sent: float
     examples: float
     said: tuple[str, ...] = field(default=())
+    rhythm: Rhythm = field(default=Rhythm())
 
     @property
     def step(self) -> float:

@@ -22,6 +22,7 @@ from spartito.planning.costs.parts import (
     STAGES,
     UPDATE,
     Cost,
+    Rhythm,
     Situation,
     check_options,
     whole_number,
@@ -113,7 +114,7 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
         activations=max(weights) * min(1.0, stages / count),
         exchange=gradients if lines > 1 else 0.0,
     )
-    return Cost(found, memory, sent, situation.batch)
+    return Cost(found, memory, sent, situation.batch, rhythm=Rhythm(replicas=lines))
 
 
 def balanced(parts: Sequence[Part], stages: int) -> list[Sequence[Part]]:

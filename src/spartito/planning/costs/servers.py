@@ -16,12 +16,14 @@ from spartito.planning.costs.exchange import message
 from spartito.planning.costs.groups import groups_of
 from spartito.planning.costs.memory import held
 from spartito.planning.costs.parts import (
+    CORES,
     LINK,
     MEMORY,
     OTHERS,
     SERVERS,
     UPDATE,
     Cost,
+    Rhythm,
     Situation,
     check_options,
 )
@@ -60,7 +62,7 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     queue = queueing(tasks, cycle, served)
     busy = (sum(own.values()) - moved.link) * tasks / cluster.machines + work * tasks
     crowded = max(0.0, busy / cluster.cores - cycle - queue) if cluster.machines == 1 else 0.0
-    found = {**own, SERVERS: queue + crowded}
+    found = {**own, CORES: crowded, SERVERS: queue}
     memory = held(
         situation,
         situation.local_batch,
@@ -76,7 +78,9 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     )
     sent = max(push.sent * cluster.workers, pull.sent * tasks / servers)
     largest_task = max(memory, server, key=lambda each: sum(each.values()))
-    return Cost(found, largest_task, sent / max(1, tasks), situation.batch, said[: tasks > 1])
+    rhythm = Rhythm(group=1, served=served)
+    sent /= max(1, tasks)
+    return Cost(found, largest_task, sent, situation.batch, said[: tasks > 1], rhythm)
 
 
 def _served(situation: Situation, work: float, largest: float) -> float:
@@ -108,7 +112,9 @@ def _apart(strategy: Declared, situation: Situation) -> Cost:
         f"{count} models drift apart for {every} updates, and what one pushes is about "
         f"{count - 1} pushes of others late: the goal may take more of them",
     )
-    return Cost(seconds, memory, groups.inside.sent + push.sent / every, situation.batch, said)
+    sent = groups.inside.sent + push.sent / every
+    rhythm = Rhythm(groups.members, every, served)
+    return Cost(seconds, memory, sent, situation.batch, said, rhythm)
 
 
 def queueing(tasks: int, cycle: float, served: float) -> float:

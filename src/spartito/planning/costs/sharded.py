@@ -14,6 +14,7 @@ from spartito.planning.costs.parts import (
     OTHERS,
     UPDATE,
     Cost,
+    Rhythm,
     Situation,
     check_options,
     whole_number,
@@ -62,7 +63,13 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
         exchange=2 * block if zero > 1 else model.gradients,
     )
     waits = {OTHERS: waiting(situation, own, tasks)}
-    return Cost({**own, **exchange.seconds, **waits}, memory, exchange.sent, situation.batch)
+    return Cost(
+        {**own, **exchange.seconds, **waits},
+        memory,
+        exchange.sent,
+        situation.batch,
+        rhythm=Rhythm(replicas=tasks),
+    )
 
 
 def _meetings(situation: Situation) -> Exchange:
