@@ -146,6 +146,7 @@ FURTHER = (
 OF_THEIR_OWN = {
     "all": "runs the others",
     "gpu": "makes a page of its own, on a machine with a GPU",
+    "predictions": "wants a machine without other work, and half an hour",
     "scales": "writes docs/explanation/scales.md, from profiles of a machine without other work",
     "slow_networks": "writes docs/guides/slow-networks.md, and goes on where it was ended",
     "step_parts": "prints parts of a step, nothing that has a target",
