@@ -245,8 +245,8 @@ class Profiler:
         """By what part a step is slower for each other core that computes one; None: not known."""
         model = self._model
         own = sum(map(_nbytes, [*model.parameters(), *model.buffers()])) * COPIES
-        room = int(available_memory() / 2 / max(1, own))
-        count = min(available_cores() - 1, NEIGHBOURS, room)
+        fit = int(available_memory() / 2 / max(1, own))
+        count = min(available_cores() - 1, NEIGHBOURS, fit)
         if count < 1 or self._device.type != "cpu":
             return None
 
