@@ -49,7 +49,8 @@ class _Tokens(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         found = self.body(self.embedding(ids))
-        return self.head((found[0] if isinstance(found, tuple) else found).mean(1))
+        classes: Tensor = self.head((found[0] if isinstance(found, tuple) else found).mean(1))
+        return classes
 
 
 def embedding() -> nn.Module:
@@ -90,7 +91,8 @@ class _Mixer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.tokens(x.transpose(1, 2)).transpose(1, 2)
-        return x + self.channels(x)
+        mixed: Tensor = x + self.channels(x)
+        return mixed
 
 
 def mixer() -> nn.Module:
