@@ -250,8 +250,20 @@ def test_what_has_no_cost_is_refused_by_name(text: str, told: str) -> None:
         search(situation(workers=4), text)
 
 
+def endless(known: Situation) -> Situation:
+    """The same with epochs that never end, where groups meet as seldom as they are told to."""
+    return replace(known, profile=replace(known.profile, steps_per_epoch=None))
+
+
+def test_groups_meet_at_the_end_of_an_epoch_too() -> None:
+    own = situation(machines=2, workers=1, batch=64)  # 100 steps an epoch
+    for asked, every in ((20, 20), (100, 100), (75, 50), (1000, 100), (30, 25)):
+        for text in (f"local_sgd(every={asked})", f"parameter_server(groups=2, every={asked})"):
+            assert predict(parse(text), own).cost.rhythm.every == every
+
+
 def test_a_group_that_is_lost_is_missing_until_it_is_back() -> None:
-    many = situation(machines=100, batch=6400)
+    many = endless(situation(machines=100, batch=6400))
     rate = 1 / 86400
     groups = predict(parse("local_sgd(groups=100, every=20)"), many, rate)
     assert groups.loss.recovers
@@ -268,7 +280,7 @@ def test_a_group_that_is_lost_is_missing_until_it_is_back() -> None:
 
 
 def test_groups_over_servers_push_seldom() -> None:
-    many = situation(machines=16, workers=1, batch=1600)
+    many = endless(situation(machines=16, workers=1, batch=1600))
     each, apart = (
         predict(parse(name), many).cost
         for name in ("parameter_server", "parameter_server(groups=16, every=100)")

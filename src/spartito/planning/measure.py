@@ -28,7 +28,7 @@ from spartito.names import (
 from spartito.notes import say
 from spartito.planning import probe
 from spartito.planning.profile import Code, Line, Machine, Profile, source_of
-from spartito.planning.reference import layers_of, overheads
+from spartito.planning.reference import overheads
 from spartito.system.capacity import memory_limit
 
 NOT_INHERITED = ("TF_CONFIG", ENV_EPOCHS, ENV_STRATEGY, ENV_STRATEGY_OPTIONS, "OMP_NUM_THREADS")
@@ -61,7 +61,7 @@ def take_profile(
     with tempfile.TemporaryDirectory(prefix="spartito-plan-") as name:
         folder = Path(name)
         steps = _steps(program, data, batch_size, folder, base)
-        exchanges = _exchanges(folder, base, steps["model"]["tensors"])
+        exchanges = _exchanges(folder, base, steps["model"])
     return profile_of(program, steps, exchanges)
 
 
@@ -152,11 +152,12 @@ def _steps(
     return {**found, "started": max(0.0, whole - found["seconds"])}
 
 
-def _exchanges(folder: Path, base: Mapping[str, str], tensors: int) -> dict[str, Any]:
-    """What processes of this machine find out about it, for a model of so many tensors."""
-    say("two processes of this machine exchange, and train a small model, for about ten seconds")
+def _exchanges(folder: Path, base: Mapping[str, str], model: Mapping[str, Any]) -> dict[str, Any]:
+    """What processes of this machine find out about it, with a model that is like the user's."""
+    say("two processes of this machine exchange, and train a plain model, for about ten seconds")
     file = folder / "exchanges.json"
-    words = [sys.executable, "-m", probe.__name__, str(file), str(layers_of(tensors))]
+    words = [sys.executable, "-m", probe.__name__, str(file), str(model["tensors"])]
+    words.append(str(model["parameters"]))
     code, said = _run(words, base, until=file)
     if not file.exists():
         last = "\n".join(said.strip().splitlines()[-LINES:])

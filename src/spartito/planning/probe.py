@@ -1,6 +1,6 @@
 """Processes of this machine exchange for some seconds: what a byte costs, and what strategies do.
 
-``python -m spartito.planning.probe FILE LAYERS``
+``python -m spartito.planning.probe FILE TENSORS BYTES``
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ def main() -> None:
     """Measure, and write what came out."""
     import torch
 
-    file, layers = Path(sys.argv[1]), int(sys.argv[2])
+    file, shape = Path(sys.argv[1]), reference.Shape.like(*map(int, sys.argv[2:]))
     for name in LOADED:
         import_module(name)
     torch.set_num_threads(1)
     found = together(_exchanges, 2)
-    note("profiles a small model")
-    found["reference"] = together(partial(reference.profiled, layers), 1)
+    note("profiles %s", shape)
+    found["reference"] = together(partial(reference.profiled, shape), 1)
     found["trials"] = {}
     for number, text in enumerate(reference.TRIED, 1):
         note("trains it under %s (%d of %d)", text, number, len(reference.TRIED))
-        job = partial(reference.trained, text, layers)
+        job = partial(reference.trained, text, shape)
         try:
             found["trials"][text] = together(job, *reference.tasks_of(text))
         except RuntimeError as error:

@@ -147,8 +147,8 @@ class Machine:
         disk: Bytes a second that reach its disk.
         start: Seconds from the start of a process to its first step.
         codes: Of compressed exchanges, by their name.
-        overheads: Seconds of a step in a strategy's own code, by the strategy: what a small model
-            took beyond the closed form.
+        overheads: Seconds in a strategy's own code, by the strategy, for each meeting of its tasks,
+            which most have in every step: what a plain model took beyond the closed form.
     """
 
     cores: int

@@ -1,13 +1,16 @@
-"""A small model that is trained under each strategy: what the strategy's own code takes in a step.
+"""A plain model that is trained under each strategy: what the strategy's own code takes in a step.
 
-It has as many tensors as the user's model, and hardly computes. What its steps take beyond the
-closed form of their strategy is the strategy's overhead on this machine.
+It has about as many tensors and bytes as the user's model, and few examples, so that it hardly
+computes. What its steps take beyond the closed form of their strategy is the strategy's overhead on
+this machine.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from spartito.declared import parse
 from spartito.errors import UserError
@@ -23,7 +26,7 @@ TRIED = (
     "central_storage",
     "sharded(zero=1)",
     "sharded(zero=2)",
-    "sharded(zero=3)",
+    "sharded",
     "mesh",
     "pipeline",
     "local_sgd",
@@ -31,23 +34,34 @@ TRIED = (
 )
 """Each with its other options as they are by default."""
 WORKERS, SERVERS = 2, 1
-WIDTH = 16
 BATCH = 8
 STEPS = 40
-"""Of an epoch; the first one is not counted, and of the others the quickest."""
-EPOCHS = 5
+"""Of an epoch: groups meet twice in it."""
+EPOCHS = 4
+"""The first one is not counted, and of the others the quickest."""
 SECONDS = 1.0
 """Of the profile of its steps on one device."""
-MOST_LAYERS = 64
+NARROW, MOST_LAYERS, MOST_BYTES = 16, 64, 4 << 20
 
 
-def layers_of(tensors: int) -> int:
-    """How many layers have about so many tensors.
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Linear layers that are as wide as they are high."""
 
-    Args:
-        tensors: Of the user's model.
-    """
-    return min(MOST_LAYERS, max(WORKERS, tensors // 2))
+    layers: int
+    width: int
+
+    @classmethod
+    def like(cls, tensors: int, nbytes: int) -> Self:
+        """The shape of a model with about so many tensors and bytes of parameters.
+
+        Args:
+            tensors: Of the user's model; of some hundred the first ones count.
+            nbytes: Of them; up to 4 MiB.
+        """
+        layers = min(MOST_LAYERS, max(WORKERS, tensors // 2))
+        width = math.isqrt(min(nbytes, MOST_BYTES) // 4 // layers)
+        return cls(layers, max(NARROW, width // NARROW * NARROW))
 
 
 def tasks_of(text: str) -> tuple[int, int]:
@@ -61,37 +75,32 @@ def tasks_of(text: str) -> tuple[int, int]:
     return workers, SERVERS if name == "parameter_server" else 0
 
 
-def trained(text: str, layers: int) -> float | None:
+def trained(text: str, shape: Shape) -> float | None:
     """Train in a task of a job.
 
     Args:
         text: The strategy.
-        layers: Of the model.
+        shape: Of the model.
 
     Returns:
         Seconds of a step; None from a task that sees none.
     """
     import spartito as sp
 
-    trainer = _trainer(sp.strategy(text), layers)
-    rates: list[float] = []
-
-    class Rates(sp.Callback):
-        """Notes how fast each epoch is."""
-
-        def on_epoch_end(self, epoch: int, logs: Mapping[str, Any]) -> None:
-            rates.append(logs["examples_per_second"])
-
-    trainer.fit(_data().batch(BATCH), epochs=EPOCHS, callbacks=Rates(), verbose=False)
+    trainer, rates = _trainer(sp.strategy(text), shape), list[float]()
+    noted = sp.callbacks.LambdaCallback(
+        on_epoch_end=lambda _, logs: rates.append(logs["examples_per_second"])
+    )
+    trainer.fit(_data(shape).batch(BATCH), epochs=EPOCHS, callbacks=noted, verbose=False)
     trainer.strategy.close()
     return BATCH / max(rates[1:]) if rates else None
 
 
-def profiled(layers: int) -> dict[str, Any]:
+def profiled(shape: Shape) -> dict[str, Any]:
     """Profile it in a process of its own.
 
     Args:
-        layers: Of the model.
+        shape: Of the model.
 
     Returns:
         As `spartito.training.step_profile` records it.
@@ -100,48 +109,49 @@ def profiled(layers: int) -> dict[str, Any]:
     from spartito.data.dataset import as_dataset
     from spartito.training.step_profile import Profiler
 
-    trainer = _trainer(sp.OneDeviceStrategy(), layers)
-    return Profiler(trainer, as_dataset(_data().batch(BATCH)), SECONDS).record()
+    trainer = _trainer(sp.OneDeviceStrategy(), shape)
+    return Profiler(trainer, as_dataset(_data(shape).batch(BATCH)), SECONDS).record()
 
 
 def overheads(reference: Profile, seconds: Mapping[str, float]) -> dict[str, float]:
     """What each strategy takes beyond its closed form.
 
     Args:
-        reference: The small model's profile, with this machine's exchanges.
+        reference: The plain model's profile, with this machine's exchanges.
         seconds: Of its steps, by what is in `TRIED`.
 
     Returns:
-        Seconds by strategy, 0 or more; those that no closed form knows are left out.
+        Seconds for each meeting by strategy, 0 or more; those that no closed form knows are left
+        out.
     """
     machine = reference.machine
     kind = Kind("this machine", 1, machine.cores, machine.memory)
+    situation = Situation(reference, Cluster((kind,), WORKERS, ps=SERVERS), BATCH)
     found = {}
     for text, measured in seconds.items():
-        situation = Situation(reference, Cluster((kind,), WORKERS, ps=SERVERS), BATCH)
         try:
-            predicted = predict(parse(text), situation).cost.step
+            predicted = predict(parse(text), situation).cost
         except UserError:
             continue
-        found[text] = max(0.0, measured - predicted)
+        found[text] = max(0.0, measured - predicted.step) * predicted.rhythm.every
     return found
 
 
-def _trainer(strategy: Any, layers: int) -> Any:
+def _trainer(strategy: Any, shape: Shape) -> Any:
     import torch
     from torch import nn
 
     import spartito as sp
 
     torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+    net = nn.Sequential(*(nn.Linear(shape.width, shape.width) for _ in range(shape.layers)))
     return sp.Trainer(net, optimizer=torch.optim.Adam, loss=nn.MSELoss(), strategy=strategy)
 
 
-def _data() -> Any:
+def _data(shape: Shape) -> Any:
     import torch
 
     import spartito as sp
 
     examples = STEPS * BATCH
-    return sp.data.arrays(torch.randn(examples, WIDTH), torch.randn(examples, WIDTH))
+    return sp.data.arrays(torch.randn(examples, shape.width), torch.randn(examples, shape.width))

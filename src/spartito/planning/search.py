@@ -228,8 +228,8 @@ def _with_overhead(cost: Cost, strategy: Declared, situation: Situation) -> Cost
     exact = [text for text in known if _holds(parse(text), strategy)]
     if not exact:
         return cost
-    own = known[max(exact, key=len)] * crowding(situation)
-    return replace(cost, seconds={**cost.seconds, OVERHEAD: own})
+    own = known[max(exact, key=len)] / cost.rhythm.every
+    return replace(cost, seconds={**cost.seconds, OVERHEAD: own * crowding(situation)})
 
 
 def _holds(tried: Declared, strategy: Declared) -> bool:

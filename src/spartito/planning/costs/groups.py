@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from spartito.declared import Declared
@@ -20,7 +21,7 @@ class Groups:
 
     Attributes:
         count: Of the groups.
-        every: Updates from one meeting of all to the next.
+        every: Updates from one meeting of all to the next; they meet at the end of an epoch too.
         members: Workers of the largest group.
         shares: Whether they are on one machine, which has the state of the optimizer once.
         own: Seconds of a worker's step by itself, by part.
@@ -50,7 +51,7 @@ def groups_of(strategy: Declared, situation: Situation) -> Groups:
     """
     cluster = situation.cluster
     groups = whole_number(strategy, "groups", 2)
-    every = whole_number(strategy, "every", EVERY)
+    every = _interval(situation, whole_number(strategy, "every", EVERY))
     if groups > cluster.tasks:
         raise UserError(
             f"{groups} groups of {cluster.tasks} workers", "Each group has one worker or more."
@@ -62,3 +63,12 @@ def groups_of(strategy: Declared, situation: Situation) -> Groups:
         own[UPDATE] /= members
     inside = all_reduce(situation, situation.profile.model.gradients, members, near)
     return Groups(groups, every, members, near == 1, own, inside)
+
+
+def _interval(situation: Situation, every: int) -> int:
+    """Updates between two meetings in the mean, where the end of an epoch is one."""
+    profile = situation.profile
+    if profile.steps_per_epoch is None:
+        return every
+    steps = max(1, profile.steps_per_epoch * profile.batch_size // situation.batch)
+    return max(1, round(steps / math.ceil(steps / every)))

@@ -48,9 +48,9 @@ def lost(strategy: Declared, situation: Situation, rate: float, cost: Cost) -> L
     """
     if strategy.options.get("compress") or not rate:
         return lost_together(situation, rate, asynchronous=False)
-    groups, every = whole_number(strategy, "groups", 2), whole_number(strategy, "every", EVERY)
+    groups = whole_number(strategy, "groups", 2)
     all_ = situation.cluster.machines
-    away = situation.profile.machine.start + cost.step * every / 2
+    away = situation.profile.machine.start + cost.step * cost.rhythm.every / 2
     fraction = rate * max(1.0, all_ / groups) * away + rate * all_ * PAUSE
     return Loss(min(1.0, fraction), math.inf, recovers=True)
 
