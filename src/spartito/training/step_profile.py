@@ -255,21 +255,25 @@ class Profiler:
             return lambda: self._step(stream)
 
         stream, limit = self._batches(divisions), self._seconds / NEIGHBOURS / ROUNDS
-        times: dict[bool, list[float]] = {True: [], False: []}
+
+        def step() -> float:
+            self._step(stream)
+            whole: list[float] = []
+            until = time.perf_counter() + limit
+            while len(whole) < LEAST or time.perf_counter() < until:
+                found = self._step(stream)
+                whole.append(sum(found.values()) - found[SIZE])
+            return median(whole)
+
+        slower = []
         with Neighbours(count, work) as neighbours:
-            for number in range(2 * ROUNDS):
-                is_alone = bool(number % 2)
-                neighbours.pause() if is_alone else neighbours.go_on()
-                self._step(stream)
-                whole: list[float] = []
-                until = time.perf_counter() + limit
-                while len(whole) < LEAST or time.perf_counter() < until:
-                    found = self._step(stream)
-                    whole.append(sum(found.values()) - found[SIZE])
-                times[is_alone].append(median(whole))
+            for _ in range(ROUNDS):
+                neighbours.go_on()
+                beside = step()
+                neighbours.pause()
+                slower.append(beside / step())
         stream.close()
-        slower = min(times[False]) / min(times[True])  # other programs are no part of it
-        return max(0.0, slower - 1) / count
+        return max(0.0, median(slower) - 1) / count  # of two in a row: a machine changes
 
     def _step(self, stream: Iterator[Batch]) -> dict[str, float]:
         """One step of the training loop: its examples, and the seconds of its parts."""
