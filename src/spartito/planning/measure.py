@@ -18,6 +18,7 @@ from typing import Any
 from spartito.cluster.resolver import check_alone
 from spartito.errors import UserError
 from spartito.launch.job import Program
+from spartito.launch.processes.local import RUNTIME
 from spartito.names import (
     ENV_EPOCHS,
     ENV_PROFILE,
@@ -57,7 +58,8 @@ def take_profile(
         UserError: It fails, or never calls `fit`.
     """
     check_alone(os.environ, "spartito plan")
-    base = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+    # With what a job's tasks have, so that memory is kept from step to step as there.
+    base = {n: v for n, v in os.environ.items() if n not in NOT_INHERITED} | RUNTIME
     with tempfile.TemporaryDirectory(prefix="spartito-plan-") as name:
         folder = Path(name)
         steps = _steps(program, data, batch_size, folder, base)
