@@ -281,8 +281,8 @@ def test_processes_of_this_machine_find_out_what_strategies_take(tmp_path: Path)
     assert found["sockets"][-1][1] > found["sockets"][0][1] > 0
     assert {sample["batch"] for sample in found["reference"]["samples"]} == {BATCH / 4, BATCH}
     assert found["reference"]["model"]["tensors"] == 6
-    reference = profile_of(Program("mnist", kind="recipe"), {**found["reference"], "steps_per_epoch": None, "started": 1.0},
-                           found)  # fmt: skip
+    steps = {**found["reference"], "steps_per_epoch": None, "started": 1.0}
+    reference = profile_of(Program("mnist", kind="recipe"), steps, found)
     assert reference.machine.overheads["mesh"] > 0  # its meetings have Python of their own
 
 
