@@ -50,7 +50,7 @@ def text(
     lines += [""] if outcome.refusals else []
     lines += sentences(outcome, target, better)
     lines += [
-        "Nothing but one process and one exchange was run; how well a model learns is not known.",
+        "Only some seconds on this machine were run; how well a model learns is not known.",
         f"To run it:     {command(choices[0], target)}",
         f"To be certain: {_compare(outcome, target)}",
     ]
@@ -78,8 +78,8 @@ def sentences(outcome: Outcome, target: str, better: Sequence[tuple[str, float]]
         )
     if best.cost.step < SHORT:
         lines.append(
-            f"steps of {_duration(best.cost.step)} are short: the order of strategies was wrong in "
-            "two of three trials of such (docs/guides/plan.md), so compare those at the top"
+            f"steps of {_duration(best.cost.step)} are short: such predictions were off by 6 to 16% "
+            "in the median (docs/guides/plan.md), so compare those at the top"
         )
     if outcome.situation.cluster.tasks > 1:
         lines.append(_simulated(best))
