@@ -28,7 +28,7 @@ trainer = sp.Trainer(
     nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)),
     optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
     loss=loss,
-    strategy=sp.strategy("pipeline"),
+    strategy=sp.strategy("pipeline", communication=sys.argv[2]),
 )
 trainer.fit(sp.data.arrays(x, x).batch(4), epochs=1)
 """
@@ -53,13 +53,13 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
         pytest.param("2", "kill", 69, LOST, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.parametrize("way", ["auto", "sockets"])
 def test_the_cause_of_an_end_is_read_last(
-    commands: Commands, workers: str, what: str, code: int, last: str
+    commands: Commands, way: str, workers: str, what: str, code: int, last: str
 ) -> None:
     job = commands.write("job.py", JOB)
-    ended = commands.spartito(
-        "run", "--strategy", "pipeline", "--workers", workers, job, what.replace(" ", "-")
-    )
+    words = ("--strategy", "pipeline", "--workers", workers, job, what.replace(" ", "-"), way)
+    ended = commands.spartito("run", *words)
     assert ended.code == code, ended.text
     # after the cause may come what the launcher did about it, where worker 1 was slow to end
     lines = [line for line in ended.err.splitlines() if last == LOST or STOPPED not in line]

@@ -104,6 +104,14 @@ class LivenessCheck:
         if group.is_keeper:  # the store goes with us
             replace(informed, lost=partial(_all_named, str(error))).sign_in(LINGER)
 
+    def informed(self) -> None:
+        """This task knows why another one has left: the keeper need not stay for it."""
+        group = self._group
+        if group is None or self._silent:
+            return
+        with suppress(TaskLostError):  # where the store is gone nobody stays
+            group.ask(lambda: group.under("informed").store.set(str(group.rank), b""), GRACE)
+
     def close(self) -> None:
         """Let go of the store: its keeper's address is free for the next group."""
         self._group = None

@@ -57,6 +57,10 @@ class _Alarm(TaskAlarm):
         what = f"did not come within {limit:g} s"
         return self._lost(TimeoutError(what), ranks, what)
 
+    def heard(self, words: bytes) -> BaseException:
+        self._group._liveness.informed()
+        return super().heard(words)
+
     def broken(self, rank: int) -> BaseException:
         what = "is gone: it sent what is no frame"
         return self._lost(ConnectionError(what), [rank], what)
