@@ -262,6 +262,12 @@ def test_groups_meet_at_the_end_of_an_epoch_too() -> None:
             assert predict(parse(text), own).cost.rhythm.every == every
 
 
+def test_groups_are_listed_once_where_an_epoch_is_short() -> None:
+    found = [str(c.strategy) for c in search(situation(machines=2, batch=3200)).choices]
+    assert "local_sgd(every=20, groups=2)" in found
+    assert "local_sgd(every=100, groups=2)" not in found  # an epoch has two steps
+
+
 def test_a_group_that_is_lost_is_missing_until_it_is_back() -> None:
     many = endless(situation(machines=100, batch=6400))
     rate = 1 / 86400

@@ -37,6 +37,9 @@ def test_a_folder_has_the_page_the_figures_and_a_trace(
     best = found["choices"][0]["strategy"]
     for part in (best.replace('"', "&#34;"), "What a task does in a step", "Not possible", "<svg"):
         assert part in page
+    tasks = {e["pid"] for e in json.loads((out / TRACE).read_text())["traceEvents"]}
+    assert tasks == {0, 1, 2}
+    assert page.count("task 7") == 3  # of the best three strategies
     assert "http" not in page.replace("http://www.w3.org", "")  # it stands alone
 
 

@@ -81,7 +81,7 @@ def write_plan(
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_file_atomically(folder / RECORD, json.dumps(found, indent=1, allow_nan=False) + "\n")
-        write_file_atomically(folder / TRACE, json.dumps(trace(outcome.choices[:TRACED])) + "\n")
+        write_file_atomically(folder / TRACE, json.dumps(trace(_traced(outcome.choices))) + "\n")
         write_file_atomically(folder / PAGE, render(outcome, target, goal, better, fail))
     return folder / PAGE
 
@@ -100,6 +100,7 @@ def render(
     memory_paints = {name: page_colour(SERIES[i % len(SERIES)]) for i, name in enumerate(held)}
     head, *rows = columns(outcome, goal, fail)
     found = curves(_each_kind(outcome.choices), fail)
+    best = _traced(outcome.choices)
     return page_template("plan.html.j2").render(
         title=outcome.situation.profile.target,
         subtitle=heading(outcome.situation),
@@ -110,7 +111,7 @@ def render(
         refusals=outcome.refusals,
         speeds=[_speeds(shown)],
         steps=_steps(shown, paints),
-        timelines=[(str(each.strategy), _timeline(each, paints)) for each in shown[:TRACED]],
+        timelines=[(str(each.strategy), _timeline(each, paints)) for each in best],
         step_key=[(WAITS[name], paint) for name, paint in paints.items()],
         memory=_memory(shown, memory_paints),
         memory_key=list(memory_paints.items()),
@@ -149,6 +150,11 @@ def _timeline(choice: Choice, paints: Mapping[str, str]) -> list[Stack]:
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms"
+
+
+def _traced(choices: Sequence[Choice]) -> Sequence[Choice]:
+    """Those whose steps are shown task by task: the best ones that differ."""
+    return _each_kind(choices)[:TRACED] or choices[:1]
 
 
 def _each_kind(choices: Sequence[Choice]) -> list[Choice]:

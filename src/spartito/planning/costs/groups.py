@@ -51,7 +51,7 @@ def groups_of(strategy: Declared, situation: Situation) -> Groups:
     """
     cluster = situation.cluster
     groups = whole_number(strategy, "groups", 2)
-    every = _interval(situation, whole_number(strategy, "every", EVERY))
+    every = interval(situation, whole_number(strategy, "every", EVERY))
     if groups > cluster.tasks:
         raise UserError(
             f"{groups} groups of {cluster.tasks} workers", "Each group has one worker or more."
@@ -65,8 +65,13 @@ def groups_of(strategy: Declared, situation: Situation) -> Groups:
     return Groups(groups, every, members, near == 1, own, inside)
 
 
-def _interval(situation: Situation, every: int) -> int:
-    """Updates between two meetings in the mean, where the end of an epoch is one."""
+def interval(situation: Situation, every: int) -> int:
+    """Updates between two meetings in the mean, where the end of an epoch is one.
+
+    Args:
+        situation: What is planned.
+        every: What the strategy was told.
+    """
     profile = situation.profile
     if profile.steps_per_epoch is None:
         return every

@@ -11,7 +11,7 @@ from spartito.planning.costs.compute import waiting
 from spartito.planning.costs.exchange import coded
 from spartito.planning.costs.failures import PAUSE, Loss
 from spartito.planning.costs.failures import lost as lost_together
-from spartito.planning.costs.groups import EVERY, groups_of
+from spartito.planning.costs.groups import EVERY, groups_of, interval
 from spartito.planning.costs.memory import held
 from spartito.planning.costs.parts import (
     OTHERS,
@@ -30,7 +30,8 @@ def candidates(situation: Situation) -> Iterable[Mapping[str, Any]]:
     cluster = situation.cluster
     groups = cluster.machines if cluster.machines > 1 else 2
     codes = situation.profile.machine.codes if cluster.machines > 1 else ()
-    for every in (EVERY, 100):
+    known = {interval(situation, every): every for every in (100, EVERY)}  # short epochs: once
+    for every in sorted(known.values()):
         yield {"groups": groups, "every": every}
         yield from ({"groups": groups, "every": every, "compress": code} for code in codes)
 
