@@ -78,8 +78,8 @@ def sentences(outcome: Outcome, target: str, better: Sequence[tuple[str, float]]
         )
     if best.cost.step < SHORT:
         lines.append(
-            f"steps of {_duration(best.cost.step)} are short: such predictions were off by 6 to 16% "
-            "in the median (docs/guides/plan.md), so compare those at the top"
+            f"steps of {_duration(best.cost.step)} are short: such predictions were off by 6 to "
+            "16% in the median (docs/guides/plan.md), so compare those at the top"
         )
     if outcome.situation.cluster.tasks > 1:
         lines.append(_simulated(best))
