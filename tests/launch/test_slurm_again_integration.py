@@ -41,7 +41,10 @@ class Ends(sp.Callback):
             # Slurm sends it when it likes: without waiting, the training may end before.
             heard, before = [], signal.getsignal(signal.SIGUSR1)
             signal.signal(signal.SIGUSR1, lambda *told: (before(*told), heard.append(told)))
-            subprocess.run(["scancel", "--signal=USR1", os.environ["SLURM_JOB_ID"]], check=True)
+            # scancel is of the step as well, and may get it before it ends.
+            unhurt = ("env", "--ignore-signal=USR1")
+            told = ("scancel", "--signal=USR1", os.environ["SLURM_JOB_ID"])
+            subprocess.run([*unhurt, *told], check=True)
             while not heard:
                 time.sleep(0.01)
             signal.signal(signal.SIGUSR1, before)
