@@ -22,7 +22,7 @@ from spartito.launch.job import Program
 from spartito.names import ENV_PROFILE
 from spartito.planning.check import check
 from spartito.planning.costs.parts import Situation
-from spartito.planning.measure import _exchanges, profile_of
+from spartito.planning.measure import NOT_INHERITED, _exchanges, profile_of
 from spartito.planning.probe import together
 from spartito.planning.profile import Profile
 from spartito.planning.reference import BATCH, TRIED, overheads
@@ -271,6 +271,27 @@ def exchanged(steps: dict[str, Any]) -> dict[str, Any]:
         "contention": 0.2, "disk": 1e8, "codes": {"8bit": {"bytes": 0.25, "pack": 1e-9,
         "unpack": 1e-9}}, "reference": steps, "trials": {"mirrored": 1.0, "sharded(zero=2)": 0.0},
     }  # fmt: skip
+
+
+def test_what_cannot_be_computed_beside_is_left_to_the_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: Any) -> None:
+        raise RuntimeError("a fork failed in its first step")
+
+    monkeypatch.setattr(step_profile, "SECONDS", 0.1)
+    monkeypatch.setattr(step_profile, "available_cores", lambda: 2)
+    monkeypatch.setattr(step_profile.Neighbours, "_fork", refuses)
+    monkeypatch.setenv(ENV_PROFILE, str(tmp_path / "steps.json"))
+    net = nn.Linear(20, 4)
+    trainer = sp.Trainer(net, optimizer=torch.optim.Adam, loss=nn.MSELoss())
+    with pytest.raises(SystemExit):
+        trainer.fit((torch.randn(80, 20), torch.randn(80, 4)), batch_size=8)
+    assert json.loads((tmp_path / "steps.json").read_text())["contention"] is None
+
+
+def test_a_plan_trains_in_no_folder_of_the_users_trainings() -> None:
+    assert {ENV_PROFILE, "SPARTITO_RUN_DIR", "SPARTITO_SNAPSHOT_DIR"} <= set(NOT_INHERITED)
 
 
 @pytest.mark.slow

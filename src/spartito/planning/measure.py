@@ -23,6 +23,7 @@ from spartito.names import (
     ENV_EPOCHS,
     ENV_PROFILE,
     ENV_RUN_DIR,
+    ENV_SNAPSHOT_DIR,
     ENV_STRATEGY,
     ENV_STRATEGY_OPTIONS,
 )
@@ -32,7 +33,10 @@ from spartito.planning.profile import Code, Line, Machine, Profile, source_of
 from spartito.planning.reference import overheads
 from spartito.system.capacity import memory_limit
 
-NOT_INHERITED = ("TF_CONFIG", ENV_EPOCHS, ENV_STRATEGY, ENV_STRATEGY_OPTIONS, "OMP_NUM_THREADS")
+NOT_INHERITED = (
+    *("TF_CONFIG", "OMP_NUM_THREADS", ENV_EPOCHS, ENV_STRATEGY, ENV_STRATEGY_OPTIONS),
+    *(ENV_PROFILE, ENV_RUN_DIR, ENV_SNAPSHOT_DIR),  # the folders of the user's own trainings
+)
 LIMIT = 600.0
 """Seconds until the first step and the measurements are over: data sets may take long to open."""
 LAST = 10.0

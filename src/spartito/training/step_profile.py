@@ -265,14 +265,19 @@ class Profiler:
                 whole.append(sum(found.values()) - found[SIZE])
             return median(whole)
 
-        slower = []
-        with Neighbours(count, work) as neighbours:
-            for _ in range(ROUNDS):
-                neighbours.go_on()
-                beside = step()
-                neighbours.pause()
-                slower.append(beside / step())
-        stream.close()
+        slower: list[float] = []
+        try:
+            with Neighbours(count, work) as neighbours:
+                for _ in range(ROUNDS):
+                    neighbours.go_on()
+                    beside = step()
+                    neighbours.pause()
+                    slower.append(beside / step())
+        except (OSError, RuntimeError) as error:  # as where data cannot be read in a fork
+            note("nothing computes beside this process: %s", error)
+            return None
+        finally:
+            stream.close()
         return max(0.0, median(slower) - 1) / count  # of two in a row: a machine changes
 
     def _step(self, stream: Iterator[Batch]) -> dict[str, float]:
