@@ -28,6 +28,7 @@ from spartito.planning.profile import Profile
 from spartito.planning.reference import BATCH, TRIED, overheads
 from spartito.planning.search import predict
 from spartito.training import step_profile
+from spartito.training.neighbours import Neighbours
 from spartito.training.step_profile import _tokens
 from tests.planning.made import PROFILE, cluster
 
@@ -281,7 +282,7 @@ def test_what_cannot_be_computed_beside_is_left_to_the_exchange(
 
     monkeypatch.setattr(step_profile, "SECONDS", 0.1)
     monkeypatch.setattr(step_profile, "available_cores", lambda: 2)
-    monkeypatch.setattr(step_profile.Neighbours, "_fork", refuses)
+    monkeypatch.setattr(Neighbours, "_fork", refuses)
     monkeypatch.setenv(ENV_PROFILE, str(tmp_path / "steps.json"))
     net = nn.Linear(20, 4)
     trainer = sp.Trainer(net, optimizer=torch.optim.Adam, loss=nn.MSELoss())
