@@ -9,6 +9,7 @@ import secrets  # noqa: E402
 import tempfile  # noqa: E402
 from collections import Counter  # noqa: E402
 from collections.abc import Generator, Iterator  # noqa: E402
+from contextlib import nullcontext  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -17,7 +18,15 @@ import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from spartito.wire import ports  # noqa: E402
-from tests import commands, simulated, simulated_group, skips, stacks, workers  # noqa: E402
+from tests import (  # noqa: E402
+    commands,
+    costs,
+    simulated,
+    simulated_group,
+    skips,
+    stacks,
+    workers,
+)
 from tests.at_night import is_at_night  # noqa: E402
 from tests.replicas import Replicas  # noqa: E402
 
@@ -40,6 +49,7 @@ torch.set_num_threads(1)  # several would wait for each other, spinning, where a
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     workers.add_option(parser)
+    parser.addoption("--costs-to", metavar="FILE", help="append each test's seconds of a core")
     parser.addoption("--skips-to", metavar="FILE", help="append each skip's kind and reason")
 
 
@@ -95,6 +105,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = item.nodeid.removeprefix("tests/")
         if is_at_night(name, item.get_closest_marker("slow") is not None):
             item.add_marker(pytest.mark.night)
+        if costs.is_dear(item.nodeid):
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Count what the test costs, where that is asked for."""
+    file = item.config.getoption("--costs-to")
+    with costs.counted(item.nodeid, Path(file)) if file else nullcontext():
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from spartito.notes import warn
-from tests import at_night, commands, skips
+from tests import at_night, commands, costs, skips
 from tests.replicas import Job, ReplicaError, Replicas, warns
 
 STRANGE = {
@@ -200,3 +200,28 @@ def test_what_runs_at_night_is_there(pattern: str) -> None:
     function = re.split(r"[*\[]", name)[0] or "test_"
     assert f"def {function}" in (Path(__file__).parent / path).read_text()
     assert at_night.is_at_night(f"{path}::{name.replace('[[]', '[').replace('*', 'any')}", True)
+
+
+def test_what_is_too_dear_for_the_quick_tests_is_there() -> None:
+    for name in costs.LIST.read_text().splitlines():
+        path, _, function = costs.function_of(name).rpartition("::")
+        file, *classes = path.split("::")
+        text = (Path(__file__).parent / file).read_text()
+        assert all(f"class {each}" in text for each in classes), name
+        assert f"def {function}(" in text, name
+
+
+def test_which_tests_are_dear() -> None:
+    low, high, file = costs.LIMIT / 2, costs.LIMIT, costs.ONE_OF_EACH[0]
+    found = costs.dear_of(
+        {
+            "tests/a.py::test_cheap": low,
+            "tests/a.py::test_dear[1]": high,
+            "tests/a.py::test_dear[2]": high,
+            "tests/a.py::test_of_forms[cheap]": low,
+            "tests/a.py::test_of_forms[dear]": high,
+            f"tests/{file}::test_one[dear]": 2 * high,
+            f"tests/{file}::test_one[dearer]": 3 * high,
+        }.items()
+    )
+    assert found == ["a.py::test_dear", "a.py::test_of_forms[dear]", f"{file}::test_one[dearer]"]

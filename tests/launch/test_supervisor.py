@@ -19,6 +19,7 @@ from tests.launch.supervised import (
     SLEEPS,
     WAITS,
     Start,
+    wait_until,
     waits_for,
 )
 
@@ -221,14 +222,14 @@ def test_a_traceback_that_nobody_has_read_yet_counts_too(tmp_path: Path) -> None
     try:
         for index in range(2):
             job._start(index)
-        job.tasks[1].popen.wait(LIMIT)
+        wait_until(lambda: job.tasks[1].popen.poll() is not None)
         assert job._reap()
         job._decide()
         assert job.cause is None  # the first may end yet
     finally:
         job._kill()
         for task in job.tasks:
-            task.popen.wait(LIMIT)
+            task.popen.wait()
             task.close()
         beats.close()
         job.selector.close()

@@ -26,6 +26,7 @@ __all__ = [
     "KILL_MARKED",
     "PROC",
     "STACKS_SIGNAL",
+    "adopt_orphans",
     "affinity",
     "anonymous_memory",
     "cpu_and_state",
@@ -71,6 +72,7 @@ One of them may start another while it looks: it looks again, but not for ever.
 
 _MEMORY = Path("/dev/shm")
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _SIOCGIFADDR = 0x8915
 _LINK = "20"
 """The scope of an IPv6 address that counts on its link alone."""
@@ -249,11 +251,28 @@ def end_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
     return process.poll() is not None
 
 
-def die_with_parent() -> Callable[[], None] | None:
-    """What a child runs before its program so that the kernel kills it when we die."""
+def adopt_orphans(on: bool) -> bool:
+    """Whether a process of ours becomes our own child when the one that forked it ends.
+
+    Args:
+        on: From now on, or no more.
+
+    Returns:
+        Whether the kernel does so.
+    """
+    code: int = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
+    return code == 0
+
+
+def die_with_parent(parent: int | None = None) -> Callable[[], None] | None:
+    """What a child runs before its program so that the kernel kills it when its parent dies.
+
+    Args:
+        parent: The process id of the parent; we ourselves by default.
+    """
     # Loaded here, before the fork: a child may do little more than call it.
     prctl = ctypes.CDLL(None, use_errno=True).prctl
-    parent = os.getpid()
+    parent = os.getpid() if parent is None else parent
 
     def arrange() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

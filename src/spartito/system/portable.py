@@ -21,6 +21,7 @@ __all__ = [
     "KILL_MARKED",
     "PROC",
     "STACKS_SIGNAL",
+    "adopt_orphans",
     "affinity",
     "anonymous_memory",
     "cpu_and_state",
@@ -218,8 +219,21 @@ def end_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
     return process.poll() is not None
 
 
-def die_with_parent() -> Callable[[], None] | None:
-    """What a child runs so that it dies with us: nothing; the launcher's reaper ends it."""
+def adopt_orphans(on: bool) -> bool:
+    """Whether a process of ours becomes our own child when the one that forked it ends: never.
+
+    Args:
+        on: Does not matter.
+    """
+    return False
+
+
+def die_with_parent(parent: int | None = None) -> Callable[[], None] | None:
+    """What a child runs so that it dies with its parent: nothing; the launcher's reaper ends it.
+
+    Args:
+        parent: Does not matter.
+    """
     return None
 
 

@@ -214,6 +214,7 @@ class Local(Processes):
             stacks=self.stacks(job, env),
             notice=self.notice,
             on_end=self.on_end,
+            forks=True,
             sink=self.sink,
             **more,
         )

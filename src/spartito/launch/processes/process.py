@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO, Any, Protocol
 
 from spartito.cluster import Task
 from spartito.errors import EXIT_PREEMPTED, EXIT_TASK_LOST
@@ -106,6 +107,24 @@ def with_logs(processes: Sequence[Process], folder: Path | None) -> list[Process
     ]
 
 
+class Child(Protocol):
+    """A process that we have started, as `subprocess.Popen` shows it."""
+
+    pid: int
+    returncode: int | Any
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+
+    def poll(self) -> int | None:
+        """How it ended, once it has."""
+
+    def wait(self) -> int:
+        """How it ended, when it has."""
+
+    def send_signal(self, sig: int) -> None:
+        """Signal it, if it runs."""
+
+
 @dataclass
 class Running:
     """One started process, the ``starts``-th start of the task with this ``index``.
@@ -119,7 +138,7 @@ class Running:
 
     process: Process
     index: int
-    popen: subprocess.Popen[bytes]
+    popen: Child
     channels: list[Channel]
     starts: int = 1
     log: TaskLog | None = None

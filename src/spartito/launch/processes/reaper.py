@@ -55,6 +55,12 @@ class Reaper:
         """The process id of the shell."""
         return self._shell.pid
 
+    @property
+    def pipe(self) -> int:
+        """Where a process enlists, with a line ``+GROUP``."""
+        assert self._shell.stdin is not None
+        return self._shell.stdin.fileno()
+
     def watch(self, groups: Iterable[int]) -> None:
         """From now on ``groups`` and no others end with us."""
         assert self._shell.stdin is not None
@@ -68,8 +74,7 @@ class Reaper:
 
         Until `watch` says it we may be killed, and a program that has just begun shows no mark yet.
         """
-        assert self._shell.stdin is not None
-        pipe = self._shell.stdin.fileno()
+        pipe = self.pipe
 
         def enlist() -> None:
             with suppress(BrokenPipeError):

@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 from spartito.errors import EXIT_PREEMPTED, EXIT_TASK_LOST, UserError
 from spartito.failpoints import failpoint
+from spartito.launch.processes.fork_server import ForkServer, fork_server
 from spartito.launch.processes.group_restart import fallen
 from spartito.launch.processes.heartbeats import Heartbeats
 from spartito.launch.processes.job_end import done_at, done_beside, failure_of, report_failure
@@ -25,6 +26,7 @@ from spartito.launch.processes.output import Channel, ErrorChannel, Sink, binary
 from spartito.launch.processes.pause import pausing
 from spartito.launch.processes.process import (
     USUAL,
+    Child,
     Failure,
     Patience,
     Process,
@@ -55,6 +57,7 @@ def supervise(
     notice: float | None = None,
     on_end: Callable[[Failure | None], None] | None = None,
     beside: Path | None = None,
+    forks: bool = False,
     sink: type[Sink] = Sink,
     out: BinaryIO | None = None,
     err: BinaryIO | None = None,
@@ -76,7 +79,8 @@ def supervise(
     it is printed last and as it is. ``private`` are folders of the job that are removed at its
     end, even when we are killed. ``stacks`` is a folder for the stacks of tasks that do not move,
     ``notice`` the seconds until one that stands still is named, ``beside`` a folder that all
-    tasks see, for their heartbeats. ``on_end`` is called when all have ended, with the failure
+    tasks see, for their heartbeats. ``forks`` allows tasks to be forked (`fork_server`).
+    ``on_end`` is called when all have ended, with the failure
     that decided, if any, whose traceback is then not shown. ``sink`` is how lines are shown;
     ``out`` and ``err`` default to our own streams, which may be a notebook's. What a task started
     ends with the job, in a session of its own too. Must be called from the main thread, as it
@@ -86,7 +90,7 @@ def supervise(
     sinks = sink.pair(out or binary(sys.stdout), err or binary(sys.stderr))
     keeps_terminal = len(processes) == 1 and has_terminal and on_end is None and sink is Sink
     beats = Heartbeats(sinks[1].say, stacks, notice, beside)
-    job = _Supervisor(processes, patience, *sinks, beats, result_of, on_end, keeps_terminal)
+    job = _Supervisor(processes, patience, *sinks, beats, result_of, on_end, keeps_terminal, forks)
     return job.run(private)
 
 
@@ -104,6 +108,7 @@ class _Supervisor:
     result_of: int | None
     on_end: Callable[[Failure | None], None] | None = None
     keeps_terminal: bool = False
+    forks: bool = False
     tasks: list[Running] = field(default_factory=list)
     cause: Running | None = None
     interrupted: signal.Signals | None = None
@@ -115,6 +120,7 @@ class _Supervisor:
     wake: int = -1
     before_exec: Callable[[], None] | None = field(default_factory=die_with_parent)
     enlist: Callable[[], None] = _nothing
+    server: ForkServer | None = None
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
     @property
@@ -127,10 +133,14 @@ class _Supervisor:
             reaper = Reaper(*private, str(self.beats.folder))
             self.mark, self.enlist = reaper.mark, reaper.enlist()
             try:
+                if self.forks:
+                    self._begin_server(reaper.pipe)
                 for index in range(len(self.processes)):
                     if self.interrupted is None:
                         self._start(index)
                         reaper.watch(self._groups())
+                if not any(process.restarts for process in self.processes):
+                    self._close_server()
                 self._forward()  # to one that was just starting when the signal came
                 while self._groups():
                     self._wait()
@@ -145,6 +155,7 @@ class _Supervisor:
                 return code
             finally:
                 self._kill()
+                self._close_server()
                 for task in self.tasks:
                     task.popen.wait()
                     task.close()
@@ -211,10 +222,11 @@ class _Supervisor:
         process = self.processes[index].started(starts)
         log = TaskLog(process.log, starts > 1, self.err.say) if process.log else None
         pipe = None if self.keeps_terminal and log is None else subprocess.PIPE
+        env = self.beats.begin(process.name, {**process.env, **self.mark}, process.remote)
         try:
-            popen = subprocess.Popen(
+            popen = self._forked(process, env) or subprocess.Popen(
                 list(process.argv),
-                env=self.beats.begin(process.name, {**process.env, **self.mark}, process.remote),
+                env=env,
                 stdin=None if self.keeps_terminal else subprocess.DEVNULL,
                 stdout=pipe,
                 stderr=pipe,
@@ -243,6 +255,22 @@ class _Supervisor:
         self.tasks[index : index + 1] = [task]
         self._slow_down(task)
         failpoint("launch.supervisor.started")
+
+    def _begin_server(self, enlists: int) -> None:
+        """Have a process to fork tasks from, where that can be."""
+        self.server = fork_server(self.processes, self.mark, enlists)
+        if self.server and not self.server.wait(self.wake, lambda: self.interrupted is not None):
+            self._close_server()
+
+    def _forked(self, process: Process, env: Mapping[str, str]) -> Child | None:
+        """The process as a fork, if it can be one."""
+        server = self.server
+        return server.start(env) if server and server.can_start(process) else None
+
+    def _close_server(self) -> None:
+        if self.server is not None:
+            self.server.close()
+            self.server = None
 
     def _slow_down(self, task: Running) -> None:
         if task.process.fraction == FULL:

@@ -1,0 +1,255 @@
+"""Tasks that are forked from one process: the same as tasks with a Python of their own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spartito.launch.processes.fork_server import OWN, imports_others, largest
+from spartito.launch.processes.process import Process
+from spartito.names import ENV_FORK
+from tests import skips
+from tests.commands import SPARTITO, Commands, Program, eventually
+
+pytestmark = skips.on_linux
+
+BEGINS = """
+import sys
+was_forked = "torch" in sys.modules
+import torch
+"""
+"""Of a script that tells whether it was forked, and needs to be."""
+
+TELLS = (
+    BEGINS
+    + """
+import json, os, random, signal, threading
+import numpy
+
+def tells():
+    main = sys.modules["__main__"]
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGPIPE
+    handlers = {number: str(signal.getsignal(number)) for number in numbers}
+    return {
+        "name": __name__, "file": __file__, "spec": __spec__ and __spec__.name,
+        "package": __package__, "is main": main.tells is tells, "argv": sys.argv,
+        "orig_argv": sys.orig_argv, "path": sys.path, "folder": os.getcwd(),
+        "environment": dict(os.environ), "leads": os.getsid(0) == os.getpid() == os.getpgid(0),
+        "stdin": sys.stdin.read(), "terminal": os.isatty(1), "handlers": handlers,
+        "threads": torch.get_num_threads(), "python's": len(threading.enumerate()),
+        "open": sorted(os.listdir("/proc/self/fd")), "umask": os.umask(0o22),
+        "mask": str(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    }
+
+told = tells()
+draws = [random.random(), numpy.random.rand()]
+with open(f"told-{os.environ['RANK']}", "w") as file:
+    json.dump([was_forked, draws, os.getppid(), told], file)
+"""
+)
+
+FORKS, NOT = {ENV_FORK: "1"}, {ENV_FORK: "0"}
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    commands = Commands(tmp_path)
+    yield commands
+    commands.close()
+
+
+def both(commands: Commands, *words: str, code: int = 0) -> list[str]:
+    """What a job of two workers prints if its tasks are forked, and if they are not."""
+    texts = []
+    for env in (FORKS, NOT):
+        ended = commands.spartito("run", "--workers", "2", *words, env=env)
+        assert ended.code == code, ended.text
+        texts.append(ended.err)
+    return texts
+
+
+@pytest.mark.parametrize("form", ["script", "in a folder", "module", "package"])
+def test_a_forked_task_finds_what_its_own_python_gives(commands: Commands, form: str) -> None:
+    words = {
+        "script": ["tells.py"],
+        "in a folder": ["deep/tells.py"],
+        "module": ["-m", "tells"],
+        "package": ["-m", "deep"],
+    }[form]
+    (commands.directory / "deep").mkdir()
+    for name in ("tells.py", "deep/tells.py", "deep/__main__.py"):
+        commands.write(name, TELLS)
+    found: list[list[Any]] = []
+    for env, is_forked in ((FORKS, True), (NOT, False)):
+        commands.spartito("run", "--workers", "2", *words, "a", "--b", env=env)
+        files = [commands.directory / f"told-{rank}" for rank in (0, 1)]
+        told = [json.loads(file.read_text()) for file in files]
+        assert [each[0] for each in told] == [is_forked, is_forked]
+        assert len({draw for _, draws, _, _ in told for draw in draws}) == 4  # none draws alike
+        assert len({parent for _, _, parent, _ in told}) == 1
+        found.append([each[3] for each in told])
+    for forked, own in zip(*found, strict=True):
+        # The job's own: its ports and temporary files, and the mark of its processes.
+        of_job = {
+            name
+            for name, value in own["environment"].items()
+            if value != forked["environment"].get(name)
+        }
+        assert of_job <= {
+            ENV_FORK,
+            "MASTER_PORT",
+            "SPARTITO_HEARTBEAT",
+            "SPARTITO_JOB",
+            "SPARTITO_SECRET_FILE",
+            "SPARTITO_TEST_MARK",
+        }
+        assert set(forked.pop("environment")) == set(own.pop("environment"))
+        assert forked == own
+
+
+def test_an_exception_is_shown_as_python_shows_it(commands: Commands) -> None:
+    commands.write("fails.py", BEGINS + "def inner():\n    raise ValueError('no')\ninner()\n")
+    forked, own = both(commands, "fails.py", code=1)
+    assert "in inner" in forked
+    assert forked.partition("Traceback")[2] == own.partition("Traceback")[2]
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("sys.exit(3)", 3),
+        ("sys.exit('no')", 1),
+        ("import os; os.kill(os.getpid(), 9)", 69),
+        ("import os; os.kill(os.getpid(), 11)", 139),
+        ("raise KeyboardInterrupt", 130),
+        ("import atexit; atexit.register(lambda: print('at the end'))", 0),
+    ],
+)
+def test_ends_are_those_of_python(commands: Commands, end: str, code: int) -> None:
+    commands.write("ends.py", BEGINS + end)
+    both(commands, "ends.py", code=code)
+
+
+def test_a_script_that_python_cannot_read_says_where(commands: Commands) -> None:
+    commands.write("broken.py", BEGINS + "def (\n")
+    forked, own = both(commands, "broken.py", code=1)
+    forked, own = (text.partition("\n")[2] for text in (forked, own))  # either failed first
+    assert "SyntaxError" in forked
+    assert forked == own
+
+
+def test_what_main_defines_can_be_sent_to_processes_of_its_own(commands: Commands) -> None:
+    commands.write(
+        "pools.py",
+        BEGINS
+        + "import multiprocessing\ndef double(number):\n    return 2 * number\n"
+        + "if __name__ == '__main__':\n    assert was_forked\n"
+        + "    for method in ('spawn', 'fork', 'forkserver'):\n"
+        + "        with multiprocessing.get_context(method).Pool(1) as pool:\n"
+        + "            assert pool.map(double, [1, 2]) == [2, 4]\n",
+    )
+    ended = commands.spartito("run", "--workers", "2", "pools.py", env=FORKS)
+    assert ended.code == 0, ended.text
+
+
+@pytest.mark.parametrize("moment", ["while it imports", "while tasks run"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_outlives_the_launcher(
+    commands: Commands, moment: str, number: signal.Signals
+) -> None:
+    waits = "import pathlib, time\npathlib.Path('is-here').touch()\nwhile True: time.sleep(0.05)\n"
+    commands.write("waits.py", "import torch\n" + waits)
+    if moment == "while it imports":
+        commands.write("torch.py", waits)  # a task finds this one first, and so does the server
+    program = commands.start(*SPARTITO, "run", "--workers", "2", "waits.py", env=FORKS)
+    wait_for(commands.directory / "is-here", program)
+    program.send(number)
+    assert program.end().code == (130 if number == signal.SIGINT else -9)  # and nothing is left
+
+
+def wait_for(path: Path, program: Program) -> None:
+    """Until there is a file."""
+    assert eventually(path.exists), program.with_stacks()
+
+
+def test_what_cannot_be_imported_is_said_by_a_task(commands: Commands) -> None:
+    commands.write("trains.py", "import torch\n")
+    commands.write("torch.py", "raise RuntimeError('half installed')\n")
+    forked, own = both(commands, "trains.py", code=1)
+    assert "RuntimeError: half installed" in forked
+    assert forked.partition("Traceback")[2] == own.partition("Traceback")[2]
+
+
+def test_a_task_that_is_started_again_is_forked_too(commands: Commands) -> None:
+    commands.write(
+        "again.py",
+        BEGINS
+        + "import os\nassert was_forked\nname = 'began-' + os.environ['RANK']\n"
+        + "if os.environ['RANK'] == '1' and not os.path.exists(name):\n"
+        + "    open(name, 'w').close()\n    os.kill(os.getpid(), 9)\n",
+    )
+    words = ["--workers", "2", "--recover", "--strategy", "mirrored"]
+    ended = commands.spartito("run", *words, "again.py", env=FORKS)
+    assert ended.code == 0, ended.text
+    assert "it is started again" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import os, sys\nfrom pathlib import Path\n", False),
+        ("import os, torch\n", True),
+        ("from .model import net\n", True),
+        ("def main():\n    import train.model\n", True),
+        ("from __future__ import annotations\n", False),
+        ("def (\n", False),
+    ],
+)
+def test_a_program_of_python_alone_needs_no_server(
+    tmp_path: Path, text: str, expected: bool
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    assert imports_others([str(script)]) is expected
+
+
+def test_modules_need_a_server_unless_they_are_pythons_own() -> None:
+    assert imports_others(["-m", "spartito.recipes.mnist"])
+    assert not imports_others(["-m", "timeit"])
+
+
+def process(name: str, *words: str, python: str = sys.executable, **env: str) -> Process:
+    return Process(name, [python, *(words or ["train.py"])], env)
+
+
+def test_those_that_differ_in_who_they_are_alone_are_alike() -> None:
+    workers = [process(f"worker {rank}", RANK=str(rank), A="1") for rank in range(2)]
+    assert largest(workers) is workers[0]
+    assert largest(workers[:1]) is None
+    assert largest([workers[0], process("worker 1", RANK="1", A="2")]) is None
+    assert largest([workers[0], process("worker 1", "other.py", A="1")]) is None
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"python": "/usr/bin/other"}, {ENV_FORK: "0"}],
+)
+def test_what_cannot_be_forked(odd: dict[str, str]) -> None:
+    assert largest([process(f"worker {rank}", **odd) for rank in range(2)]) is None
+    programs = (["train"], ["-c", "pass"], ["ip", "netns"])
+    assert [largest([process("a", *words), process("b", *words)]) for words in programs] == [
+        None
+    ] * 3
+
+
+def test_the_largest_kind_is_taken() -> None:
+    server = process("ps 0", OMP_NUM_THREADS="1")
+    workers = [process(f"worker {n}", OMP_NUM_THREADS="4", TF_CONFIG=str(n)) for n in range(3)]
+    assert largest([server, server, *workers]) is workers[0]
+    assert "OMP_NUM_THREADS" not in OWN
