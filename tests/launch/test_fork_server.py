@@ -40,7 +40,7 @@ def tells():
         "name": __name__, "file": __file__, "spec": __spec__ and __spec__.name,
         "package": __package__, "is main": main.tells is tells, "argv": sys.argv,
         "orig_argv": sys.orig_argv, "path": sys.path, "folder": os.getcwd(),
-        "environment": dict(os.environ), "leads": os.getsid(0) == os.getpid() == os.getpgid(0),
+        "environment": dict(os.environ), "own session": os.getsid(0) == os.getpid() == os.getpgid(0),
         "stdin": sys.stdin.read(), "terminal": os.isatty(1), "handlers": handlers,
         "threads": torch.get_num_threads(), "python's": len(threading.enumerate()),
         "open": sorted(os.listdir("/proc/self/fd")), "umask": os.umask(0o22),
@@ -48,7 +48,7 @@ def tells():
     }
 
 told = tells()
-draws = [random.random(), numpy.random.rand()]
+draws = [random.random(), numpy.random.rand(), torch.rand(()).item()]
 with open(f"told-{os.environ['RANK']}", "w") as file:
     json.dump([was_forked, draws, os.getppid(), told], file)
 """
@@ -91,7 +91,7 @@ def test_a_forked_task_finds_what_its_own_python_gives(commands: Commands, form:
         files = [commands.directory / f"told-{rank}" for rank in (0, 1)]
         told = [json.loads(file.read_text()) for file in files]
         assert [each[0] for each in told] == [is_forked, is_forked]
-        assert len({draw for _, draws, _, _ in told for draw in draws}) == 4  # none draws alike
+        assert len({draw for _, draws, _, _ in told for draw in draws}) == 6  # none draws alike
         assert len({parent for _, _, parent, _ in told}) == 1
         found.append([each[3] for each in told])
     for forked, own in zip(*found, strict=True):

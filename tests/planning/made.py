@@ -35,6 +35,7 @@ PROFILE = Profile(
     example_bytes=1000.0,
     device="cpu",
     base_memory=300_000_000,
+    fork_saves=50_000_000,
     activations=100_000.0,
     samples=(
         Sample(1, 64, 1e-4, 1e-2, 2e-2, 4e-3, 1e-4, 100, 0.02, 0.04),

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from spartito.errors import UserError
 
-VERSION = 2
+VERSION = 3
 KIND = "spartito profile"
 PARTS = ("input", "forward", "backward", "update", "other")
 """What a step is made of, in its order."""
@@ -164,7 +164,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What a plan knows of a training; all of it was measured, or is the user's own figure."""
+    """What a plan knows of a training; all of it was measured, or is the user's own figure.
+
+    ``base_memory`` are the bytes of a process without tensors; a task that is forked has
+    ``fork_saves`` less in RAM: libraries that it has not used since.
+    """
 
     target: str
     source: str
@@ -179,6 +183,7 @@ class Profile:
     example_bytes: float
     device: str
     base_memory: int
+    fork_saves: int
     activations: float
     samples: tuple[Sample, ...]
     parts: tuple[Part, ...]

@@ -32,6 +32,7 @@ __all__ = [
     "cpu_and_state",
     "die_with_parent",
     "end_within",
+    "file_memory",
     "forget_file",
     "give_back_memory",
     "host_key",
@@ -169,6 +170,20 @@ def resident_memory() -> int:
     """Bytes that this process has in RAM; 0 if unknown."""
     with suppress(IndexError, ValueError):
         return int(text_of(PROC / "self/statm").split()[1]) * mmap.PAGESIZE
+    return 0
+
+
+def file_memory(pid: int) -> int:
+    """Bytes of files, programs and libraries among them, that a process has used and has in RAM.
+
+    Args:
+        pid: The process.
+
+    Returns:
+        They; 0 if unknown.
+    """
+    with suppress(IndexError, ValueError):
+        return int(text_of(PROC / f"{pid}/statm").split()[2]) * mmap.PAGESIZE
     return 0
 
 

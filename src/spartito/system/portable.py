@@ -27,6 +27,7 @@ __all__ = [
     "cpu_and_state",
     "die_with_parent",
     "end_within",
+    "file_memory",
     "forget_file",
     "give_back_memory",
     "host_key",
@@ -145,6 +146,15 @@ def anonymous_memory() -> int:
 def resident_memory() -> int:
     """Bytes that this process has in RAM."""
     return int(_own().memory_info().rss)
+
+
+def file_memory(pid: int) -> int:
+    """Bytes of files that a process has used and has in RAM: unknown, 0.
+
+    Args:
+        pid: Does not matter.
+    """
+    return 0
 
 
 def peak_memory() -> int:

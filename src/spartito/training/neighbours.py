@@ -56,6 +56,11 @@ class Neighbours:
         """End them, and what they have started."""
         self._end()
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Their process ids."""
+        return tuple(self._pids)
+
     def pause(self) -> None:
         """None of them computes from now on."""
         self._tell(signal.SIGSTOP)

@@ -37,7 +37,7 @@ from spartito.notes import note
 from spartito.report.lines import line_of
 from spartito.steps.computation import WholeModel
 from spartito.storage.atomic import write_file_atomically
-from spartito.system import resident_memory
+from spartito.system import file_memory, resident_memory
 from spartito.system.capacity import available_cores, available_memory
 from spartito.training.metrics.gathering import MetricSet
 from spartito.training.neighbours import Neighbours
@@ -150,6 +150,7 @@ class Profiler:
         self._metrics = MetricSet(trainer.metrics)
         self._spent: dict[str, float] = {}
         self._device = self._engine.team.device
+        self._fork_saves = 0
         self._base = resident_memory() - sum(map(_nbytes, self._model.parameters()))
 
     def record(self) -> dict[str, Any]:
@@ -193,6 +194,7 @@ class Profiler:
             "device": self._device.type,
             "cores": cores,
             "base_memory": max(0, base),
+            "fork_saves": self._fork_saves,
             "activations": kept,
             "samples": [sample.record() for sample in samples],
             "contention": contention,
@@ -273,6 +275,8 @@ class Profiler:
                     beside = step()
                     neighbours.pause()
                     slower.append(beside / step())
+                used = [file_memory(pid) for pid in (os.getpid(), neighbours.pids[0])]
+            self._fork_saves = max(0, used[0] - used[1])
         except (OSError, RuntimeError) as error:  # as where data cannot be read in a fork
             note("nothing computes beside this process: %s", error)
             return None

@@ -133,8 +133,10 @@ def _begin(env: dict[str, str], files: Sequence[int], launcher: int) -> None:
         os.close(file)
     os.environ.clear()
     os.environ.update(env)
+    # Else all tasks would draw the same. Python's own generator begins anew by itself.
+    sys.modules["torch"].seed()
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # else all tasks would draw the same; Python's own draws begin anew
+        numpy.random.seed()
 
 
 def run(program: Sequence[str]) -> None:
