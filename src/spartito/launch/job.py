@@ -54,7 +54,7 @@ class Heading(StrEnum):
         least: int | None = None,
         metavar: str | None = None,
     ) -> Any:
-        """The function `option`, of an option under this heading.
+        """A field as `option` makes it, listed under this heading.
 
         Args:
             help: as of `option`, like the next three.
