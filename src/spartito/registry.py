@@ -218,7 +218,7 @@ BUILT_IN = {
             recovers=True,
             options=(
                 *("stages", "microbatches", "schedule", "split"),
-                *("mesh", "layout", "names", "strict", "zero", "block_bytes", "compress"),
+                *("mesh", "layout", "names", "strict", "zero", "compress"),
                 *_of_the_job("sync_batchnorm"),
             ),
             about="the layers of one model, in stages",

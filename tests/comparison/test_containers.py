@@ -14,7 +14,7 @@ import yaml
 
 from spartito.cli import main
 from spartito.comparison.containers import job_for
-from spartito.comparison.plan import Plan, containers_for, make_plan
+from spartito.comparison.plan import Asked, Plan, containers_for, make_plan
 from spartito.errors import UserError
 from spartito.launch.containers.compose import compose_file
 from spartito.launch.containers.launcher import Compose
@@ -28,7 +28,7 @@ ONE_MACHINE = Compose(host_network=True, share_ipc=True)
 
 
 def plan(target: str = "mnist", *arguments: str, **given: Any) -> Plan:
-    return make_plan(target, arguments, **{"containers": Compose(), **given})
+    return make_plan(Asked(target, arguments, **{"containers": Compose(), **given}))
 
 
 def jobs(found: Plan) -> dict[str, Containers]:
@@ -104,7 +104,7 @@ def test_paths_lead_from_the_file_to_where_the_user_meant(
 
 def test_a_smaller_run_of_a_sweep_has_the_first_workers_cpus() -> None:
     options = Compose(cpus="1,0.5,0.25")
-    found = plan(strategies="multi_worker_mirrored", workers=3, sweeps=["workers=2"])
+    found = plan(strategies="multi_worker_mirrored", workers=3, sweep=["workers=2"])
     found = replace(found, containers=options)
     assert [job.limits.cpus for job in jobs(found).values()] == [(1.0, 0.5, 0.25), (1.0, 0.5)]
 

@@ -12,7 +12,7 @@ import pytest
 
 from spartito import system
 from spartito.cli import main
-from spartito.comparison.plan import Plan, make_plan
+from spartito.comparison.plan import Asked, Plan, make_plan
 from spartito.comparison.run import ProcessRunner, command
 from spartito.errors import UserError
 from spartito.folders import LOCK
@@ -146,7 +146,7 @@ def test_one_device_is_trained_with_the_threads_of_the_others_too(tmp_path: Path
     script.touch()
 
     def runs(**given: Any) -> list[tuple[str, int | None]]:
-        found = make_plan(str(script), known=KNOWN, out=tmp_path / "out", **given).runs
+        found = make_plan(Asked(str(script), known=KNOWN, out=tmp_path / "out", **given)).runs
         return [(run.folder, run.threads) for run in found]
 
     some = {"strategies": "one_device,mirrored"}
@@ -163,7 +163,8 @@ def test_one_device_is_trained_with_the_threads_of_the_others_too(tmp_path: Path
 def test_the_threads_reach_the_process(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     script, out = str(tmp_path / "train.py"), tmp_path / "out"
-    made = make_plan(script, strategies="one_device,mirrored", known=KNOWN, out=out, cores=8)
+    asked = Asked(script, strategies="one_device,mirrored", known=KNOWN, out=out, cores=8)
+    made = make_plan(asked)
     told = [
         ProcessRunner(made).prepare(run).environment.get("OMP_NUM_THREADS") for run in made.runs
     ]
@@ -220,7 +221,7 @@ def test_a_mistake_starts_nothing(commands: Commands) -> None:
 
 
 def plan(target: str = "mnist", *arguments: str, **given: Any) -> Plan:
-    return make_plan(target, arguments, **{"known": KNOWN, **given})
+    return make_plan(Asked(target, arguments, **{"known": KNOWN, **given}))
 
 
 def test_all_strategies_from_the_simplest_on() -> None:
@@ -231,7 +232,7 @@ def test_all_strategies_from_the_simplest_on() -> None:
         ("multi_worker_mirrored", 3, 0, 32),
         ("parameter_server", 3, 2, 32),
     ]
-    assert {run.strategy.name for run in make_plan("mnist").runs} == set(names_anywhere())
+    assert {run.strategy.name for run in make_plan(Asked("mnist")).runs} == set(names_anywhere())
 
 
 def test_a_parameter_server_is_one_by_default() -> None:
@@ -245,7 +246,7 @@ def test_the_order_of_the_user_stays_and_each_comes_once() -> None:
 
 
 def test_repeats_take_turns_and_have_seeds_of_their_own() -> None:
-    found = plan(repeat=2, sweeps=["workers=1"], strategies="one_device,mirrored")
+    found = plan(repeat=2, sweep=["workers=1"], strategies="one_device,mirrored")
     assert [run.folder for run in found.runs] == [
         "one_device",
         "mirrored",
@@ -264,7 +265,7 @@ def test_sweeps_add_the_runs_that_are_not_there_yet() -> None:
     found = plan(
         strategies="one_device,mirrored",
         batch_size=128,
-        sweeps=["workers=4,1,2,2", "batch_size=32,128"],
+        sweep=["workers=4,1,2,2", "batch_size=32,128"],
     )
     assert [run.folder for run in found.runs] == [
         "one_device",
@@ -280,7 +281,7 @@ def test_sweeps_add_the_runs_that_are_not_there_yet() -> None:
 def test_a_strategy_with_options_is_one_of_its_own() -> None:
     found = plan(
         strategies='local_sgd, local_sgd(every=50, compress="topk:0.01"), local_sgd(outer=None)',
-        sweeps=["workers=1"],
+        sweep=["workers=1"],
     )
     assert [run.folder for run in found.runs[1:5]] == [
         "local_sgd-compress-topk-0.01-every-50",
@@ -339,7 +340,7 @@ def test_every_run_is_on_the_line(commands: Commands) -> None:
 
 
 def test_only_runs_with_the_slow_task_are_slowed() -> None:
-    found = plan(slow=["worker:1=0.25", "worker:0=1"], sweeps=["workers=1"], strategies="all")
+    found = plan(slow=["worker:1=0.25", "worker:0=1"], sweep=["workers=1"], strategies="all")
     assert {run.folder: dict(run.slow) for run in found.runs} == {
         "one_device": {},
         "mirrored": {"worker:1": 0.25},
@@ -385,11 +386,11 @@ def test_what_a_recipe_is_started_with(tmp_path: Path) -> None:
         ({"goal": "val_accuracy"}, ["'val_accuracy'", "val_accuracy=0.95"]),
         ({"goal": "val_accuracy=high"}, ["'val_accuracy=high'"]),
         ({"goal": "val_accuracy=nan"}, ["'val_accuracy=nan'"]),
-        ({"sweeps": ["worker=1,2"]}, ["'worker=1,2'", "Did you mean 'workers'?"]),
-        ({"sweeps": ["workers"]}, ["'workers'", "workers=1,2,4"]),
-        ({"sweeps": ["workers=1,two"]}, ["'workers=1,two'", "whole numbers"]),
-        ({"sweeps": ["workers=0"]}, ["'workers=0'", "above 0"]),
-        ({"sweeps": ["workers=1", "workers=2"]}, ["workers twice"]),
+        ({"sweep": ["worker=1,2"]}, ["'worker=1,2'", "Did you mean 'workers'?"]),
+        ({"sweep": ["workers"]}, ["'workers'", "workers=1,2,4"]),
+        ({"sweep": ["workers=1,two"]}, ["'workers=1,two'", "whole numbers"]),
+        ({"sweep": ["workers=0"]}, ["'workers=0'", "above 0"]),
+        ({"sweep": ["workers=1", "workers=2"]}, ["workers twice"]),
         ({"slow": ["worker:1"]}, ["'worker:1'"]),
         ({"slow": ["worker:7=0.5"]}, ["worker:7", "worker:1"]),
         ({"slow": ["worker:1=1.5"]}, ["1.5"]),
@@ -403,12 +404,12 @@ def test_what_a_recipe_is_started_with(tmp_path: Path) -> None:
 def test_each_mistake_names_the_value_and_the_rule(given: dict[str, Any], says: list[str]) -> None:
     options = {"target": "mnist", "arguments": [], "known": KNOWN, **given}
     with pytest.raises(UserError) as error:
-        make_plan(**options)
+        make_plan(Asked(**options))
     assert all(part in str(error.value) for part in says), str(error.value)
 
 
 @pytest.mark.parametrize(
-    "given", [{"data": Path("x")}, {"batch_size": 3}, {"seed": 1}, {"sweeps": ["batch_size=1"]}]
+    "given", [{"data": Path("x")}, {"batch_size": 3}, {"seed": 1}, {"sweep": ["batch_size=1"]}]
 )
 def test_what_only_recipes_take(tmp_path: Path, given: dict[str, Any]) -> None:
     script = tmp_path / "train.py"

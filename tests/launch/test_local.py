@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spartito.cluster import resolve
-from spartito.comparison.plan import make_plan
+from spartito.comparison.plan import Asked, make_plan
 from spartito.comparison.run import compare_strategies
 from spartito.errors import UserError
 from spartito.launch.hosts.job import Hosts
@@ -278,7 +278,7 @@ def test_what_starts_all_tasks_is_not_for_one_of_them(tmp_path: Path) -> None:
     script.touch()
     with pytest.raises(UserError, match="--hosts, but Slurm says already that this is worker 1"):
         start(Hosts, [str(script)], hosts="a,b", environment=srun(1))
-    plan = make_plan(str(script), [], out=tmp_path / "compared")
+    plan = make_plan(Asked(str(script), out=tmp_path / "compared"))
     with pytest.raises(UserError, match="spartito compare, but Open MPI says already"):
         compare_strategies(plan, env=open_mpi(0))
     assert not (tmp_path / "compared").exists()

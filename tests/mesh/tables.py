@@ -327,6 +327,10 @@ def losses() -> Cases:
             ),
         }  # fmt: skip
     found["one row"] = (lambda x: F.cross_entropy(x, torch.tensor(2)), [r(4)])
+    found["huber, weights"] = (
+        lambda x, y, w: F.huber_loss(x, y, weight=w),  # type: ignore[call-arg]
+        [r(2, 4), r(2, 4), r(2, 4)],
+    )  # fmt: skip
     found["kl, batchmean"] = (lambda x: F.kl_div(x, chance, reduction="batchmean"), [r(4, 4)])
     return found
 

@@ -35,7 +35,7 @@ from spartito.chaos.trial import LOG, Outcome, Run, Start, run
 from spartito.declared import Declared, parse_all
 from spartito.errors import UserError
 from spartito.folders import make_folder
-from spartito.launch.job import Program
+from spartito.launch.job import Heading, Program, option
 from spartito.launch.lines.network import NoNamespacesError
 from spartito.launch.processes.reaper import Reaper
 from spartito.launch.processes.roles import Roles
@@ -78,22 +78,34 @@ class Suite:
 
     program: Program
     strategies: Sequence[Declared]
-    workers: int = 2
-    ps: int = 2
-    chief: bool = False
-    evaluator: bool = False
+    workers: int = option("Tasks that compute.", 2, least=1)
+    ps: int = option("Parameter servers, where a strategy has them.", 2, least=1)
+    chief: bool = Heading.WORKERS.option("With servers: a chief that does not compute.", False)
+    evaluator: bool = Heading.WORKERS.option("A task that evaluates each checkpoint.", False)
     words: Sequence[str] = ()
     kinds: Sequence[str] = tuple(KINDS)
     roles: Sequence[str] = ("worker", "chief", "ps", "evaluator", "launcher")
     schedules: Sequence[Schedule] = ()
-    seed: int = 0
-    rounds: int | None = None
+    seed: int = Heading.FAULTS.option("What is drawn by chance.", 0)
+    rounds: int | None = option(
+        "Faults drawn for each strategy; each one of them by default.", least=1
+    )
     steps: range | None = None
-    limit: float = 10.0
-    slack: float = 0.0
-    longest: float = 120.0
-    minutes: float | None = None
-    sample: Path | None = None
+    limit: int = Heading.FAULTS.option(
+        "Seconds until a task that stands still is named.", 10, least=1
+    )
+    slack: int = Heading.FAULTS.option(
+        "Seconds more than promised that a machine with other work may take.", 0, least=0
+    )
+    longest: int = Heading.FAULTS.option(
+        "Seconds after which a run counts as one that hangs.", 120, least=10
+    )
+    minutes: float | None = Heading.FAULTS.option(
+        "Begin no further fault after so long; the next call does the rest.", metavar="MINUTES"
+    )
+    sample: Path | None = Heading.FAULTS.option(
+        "A file of the data, which corrupt overwrites for a while.", metavar="FILE"
+    )
     data: str | None = None
     out: Path = Path("runs/chaos")
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from spartito.checkpoint.manager import about_of
+from spartito.checkpoint.manager import Score, about_of
 from spartito.errors import UnwritableError, UserError
 from spartito.notes import warn
 from spartito.storage.atomic import MANIFEST, read_manifest
@@ -138,10 +138,7 @@ class StoredCheckpoints:
         return [name for name, _ in whole_ones(self._store)]
 
     def begin(
-        self,
-        name: str,
-        metrics: Mapping[str, float] | None = None,
-        best: tuple[str, float] | None = None,
+        self, name: str, metrics: Mapping[str, float] | None = None, best: Score | None = None
     ) -> dict[str, Any]:
         """As `CheckpointManager.begin`."""
         with saving():
@@ -151,7 +148,7 @@ class StoredCheckpoints:
         newest = int(found[-1][1].about.get("sequence", 0)) if found else 0
         return about_of(newest + 1, metrics, best)
 
-    def end(self, name: str, best: tuple[str, float] | None = None) -> None:
+    def end(self, name: str, best: Score | None = None) -> None:
         """As `CheckpointManager.end`: the chief uploads it, and the oldest go."""
         put(self._store, self.directory / name, self._upload)
         if self._keep is None:

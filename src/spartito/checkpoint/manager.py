@@ -54,6 +54,9 @@ from spartito.storage.tensors import Json, pack_state, save_tensors, unpack_stat
 STATE = "state.json"
 BEST = "best.json"
 
+Score = tuple[str, float]
+"""A monitored figure and its value, by which a checkpoint is the best so far."""
+
 
 @dataclass(frozen=True)
 class Best:
@@ -192,7 +195,7 @@ class CheckpointManager:
         state: Mapping[str, Any],
         name: str,
         metrics: Mapping[str, float] | None = None,
-        best: tuple[str, float] | None = None,
+        best: Score | None = None,
     ) -> Path:
         """Write ``state`` as the newest checkpoint ``name``, then remove the oldest beyond `keep`.
 
@@ -205,10 +208,7 @@ class CheckpointManager:
         return path
 
     def begin(
-        self,
-        name: str,
-        metrics: Mapping[str, float] | None = None,
-        best: tuple[str, float] | None = None,
+        self, name: str, metrics: Mapping[str, float] | None = None, best: Score | None = None
     ) -> dict[str, Any]:
         """Before the checkpoint ``name`` is written: what its manifest is to say. See `save`."""
         if not name or name.startswith(".") or Path(name).name != name:
@@ -217,7 +217,7 @@ class CheckpointManager:
         about = about_of(self.next_sequence, metrics, best)
         return about | {WRITTEN: _written(self.directory / name)}
 
-    def end(self, name: str, best: tuple[str, float] | None = None) -> None:
+    def end(self, name: str, best: Score | None = None) -> None:
         """After it: name it the best if it is, and remove the oldest beyond `keep`."""
         if best is not None:
             self.name_best(Best(name, *best))
@@ -352,7 +352,7 @@ WRITTEN = "written"
 
 
 def about_of(
-    sequence: int, metrics: Mapping[str, float] | None, best: tuple[str, float] | None
+    sequence: int, metrics: Mapping[str, float] | None, best: Score | None
 ) -> dict[str, Any]:
     """What a manifest says of a checkpoint beside its files, as JSON.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -133,30 +133,26 @@ def _show_script(shell: str | None) -> None:
         raise typer.Exit
 
 
+def _instead(
+    option: str, help: str, callback: Callable[[Any], None], metavar: str | None = None
+) -> Any:
+    """An option that does something instead of a command."""
+    return typer.Option(option, help=help, metavar=metavar, callback=callback, is_eager=True)
+
+
+_TAB = "Have the TAB key complete commands, options, strategies and recipes."
+_SCRIPT = "Print what that would install, for bash, zsh or fish."
+
+
 def _spartito(
     show_version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Print the version.", callback=_print_version, is_eager=True
-        ),
+        bool, _instead("--version", "Print the version.", _print_version)
     ] = False,
     install_completion: Annotated[
-        str | None,
-        typer.Option(
-            help="Have the TAB key complete commands, options, strategies and recipes.",
-            metavar="[SHELL]",
-            callback=_install,
-            is_eager=True,
-        ),
+        str | None, _instead("--install-completion", _TAB, _install, "[SHELL]")
     ] = None,
     show_completion: Annotated[
-        str | None,
-        typer.Option(
-            help="Print what that would install, for bash, zsh or fish.",
-            metavar="[SHELL]",
-            callback=_show_script,
-            is_eager=True,
-        ),
+        str | None, _instead("--show-completion", _SCRIPT, _show_script, "[SHELL]")
     ] = None,
 ) -> None:
     pass

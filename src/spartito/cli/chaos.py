@@ -9,13 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from spartito.chaos.schedule import KINDS, parse_schedules
+from spartito.chaos.suite import Suite, chosen_strategies, survive
 from spartito.cli.options import (
     Arguments,
     RecipeData,
     Target,
-    number,
-    real,
-    switch,
+    taken_from,
     value,
     whole,
     with_options,
@@ -26,16 +25,14 @@ from spartito.launch.job import Heading, JobSpec, Program
 from spartito.launch.processes.local import Local
 from spartito.system import check_linux
 
-OWN = ("strategy", "workers", "ps", "chief", "evaluator", "out", "data", "name", "log_dir", "yes")
-"""Options of a job that the suite sets itself."""
-
-OF_ONE_MACHINE = ("nnodes", "node_rank", "master_addr")
+OWN = ("workers", "ps", "chief", "evaluator")
+"""Options of a job that the suite says anew for each strategy."""
 
 
 @with_options(
-    *(JobSpec, Local),
+    *(Suite, JobSpec, Local),
     first=("strategy", "workers", "ps", "faults", "roles", "rounds", "out"),
-    without=(*OWN, *OF_ONE_MACHINE),
+    without=("name", "log_dir", "yes", "nnodes", "node_rank", "master_addr"),
 )
 def chaos(
     target: Target,
@@ -43,14 +40,6 @@ def chaos(
     strategy: Annotated[
         str, value("Under which: all, or some with commas, options in parentheses.", "STRATEGIES")
     ] = "mirrored",
-    workers: Annotated[int, number("--workers", "Tasks that compute.", 1)] = 2,
-    ps: Annotated[int, number("--ps", "Parameter servers, where a strategy has them.", 1)] = 2,
-    chief: Annotated[
-        bool, switch("--chief", "With servers: a chief that does not compute.", Heading.WORKERS)
-    ] = False,
-    evaluator: Annotated[
-        bool, switch("--evaluator", "A task that evaluates each checkpoint.", Heading.WORKERS)
-    ] = False,
     faults: Annotated[str, value(f"All, or some of {', '.join(KINDS)}.", "NAMES")] = "all",
     roles: Annotated[
         str,
@@ -67,11 +56,6 @@ def chaos(
             Heading.FAULTS,
         ),
     ] = None,
-    seed: Annotated[int, number("--seed", "What is drawn by chance.", heading=Heading.FAULTS)] = 0,
-    rounds: Annotated[
-        int | None,
-        number("--rounds", "Faults drawn for each strategy; each one of them by default.", 1),
-    ] = None,
     steps: Annotated[
         str | None,
         value(
@@ -79,38 +63,6 @@ def chaos(
             "A-B",
             Heading.FAULTS,
         ),
-    ] = None,
-    limit: Annotated[
-        int,
-        number("--limit", "Seconds until a task that stands still is named.", 1, Heading.FAULTS),
-    ] = 10,
-    slack: Annotated[
-        int,
-        number(
-            "--slack",
-            "Seconds more than promised that a machine with other work may take.",
-            0,
-            Heading.FAULTS,
-        ),
-    ] = 0,
-    longest: Annotated[
-        int,
-        number(
-            "--longest", "Seconds after which a run counts as one that hangs.", 10, Heading.FAULTS
-        ),
-    ] = 120,
-    minutes: Annotated[
-        float | None,
-        value(
-            "Begin no further fault after so long; the next call does the rest.",
-            "MINUTES",
-            Heading.FAULTS,
-            parser=real("--minutes", above=True),
-        ),
-    ] = None,
-    sample: Annotated[
-        Path | None,
-        value("A file of the data, which corrupt overwrites for a while.", "FILE", Heading.FAULTS),
     ] = None,
     data: RecipeData = None,
     out: Annotated[
@@ -126,31 +78,20 @@ def chaos(
     """
     check_linux("spartito chaos")
     from spartito.chaos.report import write_page
-    from spartito.chaos.suite import Suite, chosen_strategies, survive
 
     program = Program.find(target, tuple(arguments or ()))
     program.check()
     suite = Suite(
         program=program,
         strategies=chosen_strategies(strategy),
-        workers=workers,
-        ps=ps,
-        chief=chief,
-        evaluator=evaluator,
-        words=words_of((JobSpec, Local), given),
+        words=words_of((JobSpec, Local), {k: v for k, v in given.items() if k not in OWN}),
         kinds=_names(faults, tuple(KINDS)),
         roles=_names(roles, Suite.roles_known()),
         schedules=parse_schedules(_text(schedule)) if schedule else (),
-        seed=seed,
-        rounds=rounds,
         steps=_range(steps),
-        limit=limit,
-        slack=slack,
-        longest=longest,
-        minutes=minutes,
-        sample=sample,
         data=data,
         out=out,
+        **taken_from(Suite, given),
     )
     try:
         code = survive(suite)

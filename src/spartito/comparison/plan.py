@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from spartito.declared import Declared, parse_all
 from spartito.errors import UserError
 from spartito.folders import LOCK
 from spartito.launch.containers.launcher import Compose
-from spartito.launch.job import Program
+from spartito.launch.job import Heading, Program, option
 from spartito.launch.lines.line import Link
 from spartito.launch.processes.throttle import FULL, slow_tasks
 from spartito.launch.target import check_program
@@ -171,100 +171,142 @@ def _against(options: Compose | None, link: Link | None, strategy: str) -> str |
     )
 
 
-def make_plan(
-    target: str,
-    arguments: Sequence[str] = (),
-    *,
-    strategies: str = ALL,
-    workers: int = 2,
-    ps: int | None = None,
-    epochs: int | None = None,
-    goal: str | None = None,
-    sweeps: Iterable[str] = (),
-    slow: Iterable[str] = (),
-    repeat: int = 1,
-    data: str | None = None,
-    batch_size: int | None = None,
-    seed: int | None = None,
-    out: Path | None = None,
-    containers: Compose | None = None,
-    link: str | None = None,
-    known: Sequence[str] | None = None,
-    cores: int | None = None,
-) -> Plan:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the user asks to compare.
+
+    Args:
+        target: A recipe, or the path of a script.
+        arguments: The script's own.
+        strategies: Which, with commas; or all.
+        workers: The tasks that compute.
+        ps: The parameter servers, for the strategy that has them.
+        epochs: Passes over the data.
+        goal: What to reach, as ``val_accuracy=0.95``.
+        sweep: Settings of more runs, as ``workers=1,2,4``.
+        slow: Tasks that run a fraction of the time only, as ``worker:1=0.25``.
+        link: The line at which each task is on a machine of its own.
+        repeat: Runs of each.
+        batch_size: A recipe's examples per step.
+        seed: Where a recipe's randomness begins.
+        data: The folder with a recipe's data, or its URL.
+        out: The folder to write.
+        containers: How containers run the tasks; None: processes do.
+        known: The strategies that are all; None: those that are installed.
+        cores: Which the processes here divide among them; None: nobody asks.
+    """
+
+    target: str
+    arguments: Sequence[str] = ()
+    _: KW_ONLY
+    strategies: str = ALL
+    workers: int = option("Processes or containers that compute.", 2, least=1)
+    ps: int | None = option(
+        "Parameter servers, for the strategy that has them; 1 by default.", least=1
+    )
+    epochs: int | None = option("Passes over the data.", least=1)
+    goal: str | None = option("What to reach, as val_accuracy=0.95.", metavar="NAME=VALUE")
+    sweep: tuple[str, ...] = Heading.ADVANCED.option(
+        "More runs: workers=1,2,4, or for recipes batch_size=32,512,8192.",
+        (),
+        metavar="NAME=VALUES",
+    )
+    slow: tuple[str, ...] = Heading.ADVANCED.option(
+        "Let a process run a fraction of the time only, as worker:1=0.25.",
+        (),
+        metavar="TASK=FRACTION",
+    )
+    link: str | None = Heading.ADVANCED.option(
+        "Put each task on a machine of its own (a network namespace: needs root), at a "
+        "line of this rate and delay, as 100mbit or 10mbit,50ms.",
+        metavar="RATE[,DELAY]",
+    )
+    repeat: int = option("Runs of each, in turn; the table has medians and spreads.", 1, least=1)
+    batch_size: int | None = Heading.TRAINING.option(
+        "A recipe's examples per step, over all workers.", least=1
+    )
+    seed: int | None = Heading.TRAINING.option("Where a recipe's randomness begins.")
+    data: str | None = None
+    out: Path | None = None
+    containers: Compose | None = None
+    known: Sequence[str] | None = None
+    cores: int | None = None
+
+
+def make_plan(asked: Asked) -> Plan:
     """The runs for what the user typed; raises `UserError` for what cannot be.
 
     The table's runs come first, one per strategy; each sweep adds its other values. Then all of
-    it is repeated, ``repeat`` times altogether, so that what disturbs the machine for a while
-    does not disturb one strategy alone. Of ``all`` strategies those that ``containers`` or a
-    ``link`` do not allow are left out. With ``cores``, which the processes here divide among
-    them, one device is trained once more with as many threads as each process of the others has:
-    threads that wait for one another are another thing than processes that do.
+    it is repeated, so that what disturbs the machine for a while does not disturb one strategy
+    alone. Of all strategies those that containers or a link do not allow are left out. With
+    ``cores`` one device is trained once more with as many threads as each process of the others
+    has: threads that wait for one another are another thing than processes that do.
     """
-    program = _program(target, arguments)
-    chosen = _strategies(strategies, names_anywhere() if known is None else known)
-    line = None if link is None else Link.read(link)
-    if line and containers:
+    program = _program(asked.target, asked.arguments)
+    chosen = _strategies(asked.strategies, names_anywhere() if asked.known is None else asked.known)
+    line = None if asked.link is None else Link.read(asked.link)
+    if line and asked.containers:
         raise UserError(f"--link {line} is for processes", "Leave --on compose out.")
-    apart = (containers, line) if workers > 1 else (None, None)
+    apart = (asked.containers, line) if asked.workers > 1 else (None, None)
     against = {one.name: _against(*apart, one.name) for one in chosen}
-    left_out = [why for why in against.values() if why] if strategies == ALL else []
+    left_out = [why for why in against.values() if why] if asked.strategies == ALL else []
     if line and not left_out and any(against.values()):
         why = next(filter(None, against.values())).replace(" is left out: it", "")
         raise UserError(why, f"Compare others, as {default_name(2, 0)}, or leave --link out.")
     chosen = [one for one in chosen if not (left_out and against[one.name])]
-    if ps is not None and ps < 1:
-        raise UserError(f"--ps {ps} is less than 1")
+    if asked.ps is not None and asked.ps < 1:
+        raise UserError(f"--ps {asked.ps} is less than 1")
     infos = [strategy_info(one.name) for one in chosen]
-    if ps is not None and not any(info.needs_servers for info in infos):
+    if asked.ps is not None and not any(info.needs_servers for info in infos):
         raise UserError(
-            f"--ps {ps} is for {default_name(1, ps)}, which is not among {strategies}",
+            f"--ps {asked.ps} is for {default_name(1, asked.ps)}, which is not among "
+            f"{asked.strategies}",
             "Leave --ps out, or compare that strategy too.",
         )
-    wanted = _sweeps(sweeps)
-    given: dict[str, object] = {"--batch-size": batch_size, "--seed": seed}
-    if containers is None:
-        given = {"--data": data, **given}
+    wanted = _sweeps(asked.sweep)
+    given: dict[str, object] = {"--batch-size": asked.batch_size, "--seed": asked.seed}
+    if asked.containers is None:
+        given = {"--data": asked.data, **given}
     given["--sweep batch_size"] = wanted.get("batch_size")
-    for option, value in given.items():
+    for flag, value in given.items():
         if value is not None and program.kind != "recipe":
             raise UserError(
-                f"{option} is for recipes, and {target} is a script",
+                f"{flag} is for recipes, and {asked.target} is a script",
                 "A script has its own arguments: give them after --, at the end.",
             )
     table = [
         Planned(
             one,
-            min(workers, info.most_replicas or workers),
-            (ps or 1) if info.needs_servers else 0,
-            batch_size,
+            min(asked.workers, info.most_replicas or asked.workers),
+            (asked.ps or 1) if info.needs_servers else 0,
+            asked.batch_size,
         )
         for one, info in zip(chosen, infos, strict=True)
     ]
-    here = None if containers or line else cores
-    runs = _with_few_threads(table, workers, here)
+    here = None if asked.containers or line else asked.cores
+    runs = _with_few_threads(table, asked.workers, here)
     runs += [run for sweep in wanted for run in _added(table, sweep, wanted[sweep])]
-    slow = list(slow)
-    if containers is not None and slow:
+    if asked.containers is not None and asked.slow:
         raise UserError(
-            f"--slow {slow[0]} stops and continues a process; a container has CPUs",
+            f"--slow {asked.slow[0]} stops and continues a process; a container has CPUs",
             "Give them one by one, as --cpus 1,0.25.",
         )
-    folder = out or Path("runs") / f"compare-{Path(target).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    new = f"compare-{Path(asked.target).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = asked.out or Path("runs") / new
     if folder.is_dir() and any(file.name != LOCK for file in folder.iterdir()):
         raise UserError(f"--out {folder} is not empty", "Name a new folder; nothing is replaced.")
-    if repeat < 1:
-        raise UserError(f"--repeat {repeat} is less than 1", "1 runs everything once.")
-    once = _slowed(runs, slow)
+    if asked.repeat < 1:
+        raise UserError(f"--repeat {asked.repeat} is less than 1", "1 runs everything once.")
+    once = _slowed(runs, asked.slow)
     return Plan(
         program,
-        [replace(run, repeat=number) for number in range(1, repeat + 1) for run in once],
+        [replace(run, repeat=number) for number in range(1, asked.repeat + 1) for run in once],
         folder,
-        _goal(goal),
-        epochs,
-        data,
-        seed,
-        containers,
+        _goal(asked.goal),
+        asked.epochs,
+        asked.data,
+        asked.seed,
+        asked.containers,
         left_out,
         line,
     )

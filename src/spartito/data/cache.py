@@ -7,7 +7,6 @@ image size, color and Pillow's version. What cannot be decoded is not kept: it f
 from __future__ import annotations
 
 import os
-import shutil
 import struct
 import zlib
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from spartito.data.headers import promised_format
 from spartito.data.image_files import ImageFiles, LocalImages, Stamp
 from spartito.errors import UserError
 from spartito.notes import warn
+from spartito.storage.span_cache import space_in
 from spartito.system.capacity import available_memory
 from spartito.urls import is_remote
 
@@ -143,14 +143,11 @@ class DirectoryCache:
         form = f"{height}x{width}-{decode.color}-pillow-{PIL.__version__}"
         self._directory = Path(directory).absolute() / form
         self._writes = True
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(self._directory).free
-        except OSError as error:
-            raise UserError(
-                f"cache={os.fspath(directory)!r} cannot be made: {error.strerror or error}",
-                "Name a directory that this process may write to.",
-            ) from error
+        free = space_in(
+            self._directory,
+            f"cache={os.fspath(directory)!r}",
+            "Name a directory that this process may write to.",
+        )
         wanted = count * (self._bytes + _HEAD.size)
         if wanted > free and wanted - self._in_use() > free:
             raise UserError(

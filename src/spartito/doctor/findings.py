@@ -146,11 +146,21 @@ class Outcome(StrEnum):
     OTHER_TASK = "other task"
 
 
-class Probe(msgspec.Struct, frozen=True):
-    """What came of one task's connection to another."""
+class Finding(msgspec.Struct, frozen=True):
+    """Something of the way from one task to another."""
 
     source: str
     target: str
+
+    @property
+    def pair(self) -> Pair:
+        """Source and target."""
+        return self.source, self.target
+
+
+class Probe(Finding, frozen=True):
+    """What came of one task's connection to another."""
+
     address: str
     outcome: Outcome
     detail: str = ""
@@ -161,21 +171,14 @@ class Probe(msgspec.Struct, frozen=True):
         return self.outcome is Outcome.OK
 
 
-class Speed(msgspec.Struct, frozen=True):
+class Speed(Finding, frozen=True):
     """One direction of a pair: seconds of the fastest round trip, bytes per second from source
     to target, and seconds by which the target's clock is ahead of the source's.
     """
 
-    source: str
-    target: str
     latency: float
     bandwidth: float
     clock: float
-
-    @property
-    def pair(self) -> Pair:
-        """Source and target."""
-        return self.source, self.target
 
     @property
     def may_be_slow(self) -> bool:
@@ -183,17 +186,10 @@ class Speed(msgspec.Struct, frozen=True):
         return self.latency > SLOW_LATENCY or self.bandwidth < FAST_BANDWIDTH
 
 
-class Stuck(msgspec.Struct, frozen=True):
+class Stuck(Finding, frozen=True):
     """From source to target small messages arrive, and one of ``size`` bytes does not."""
 
-    source: str
-    target: str
     size: int
-
-    @property
-    def pair(self) -> Pair:
-        """Source and target."""
-        return self.source, self.target
 
 
 class Findings(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +19,11 @@ Draws = list[tuple[Any, Shape]]
 """Random operations and the shapes of what they draw, in order."""
 
 
-class Recording(TorchDispatchMode):
-    """Notes which random operations there are, and draws for the rows that it sees."""
+class Drawing(TorchDispatchMode, ABC):
+    """Gives random operations the numbers that `draw` says."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.made: Draws = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -32,6 +32,18 @@ class Recording(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and not is_quiet(func, args, kwargs):
             return random(func, args, kwargs, self.draw)
         return func(*args, **kwargs)
+
+    @abstractmethod
+    def draw(self, func: Any, shape: Shape, dtype: torch.dtype, fill: Fill) -> Tensor:
+        """What ``func`` draws: a tensor of ``shape``, by ``fill``; `UserError` if it may not."""
+
+
+class Recording(Drawing):
+    """Notes which random operations there are, and draws for the rows that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: Draws = []
 
     def draw(self, func: Any, shape: Shape, dtype: torch.dtype, fill: Fill) -> Tensor:
         """A tensor of ``shape``, for the rows that are seen."""

@@ -25,14 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spartito.engine.keyed_draws import (
+    Drawing,
     Draws,
     Fill,
     Recording,
     Shape,
     filled,
-    is_quiet,
     next_key,
-    random,
     refusal,
 )
 from spartito.engine.logged import listening
@@ -125,7 +124,7 @@ class GlobalRandomness:
         seed = _seed(context.seed, context.step, context.calls)
         before = torch.default_generator.get_state()
         _active = _Pass(module, args, kwargs, context, seed, before)
-        _active.mode = _Drawing(self, _active)
+        _active.mode = _KeyedDrawing(self, _active)
         torch.default_generator.manual_seed(seed)
         _active.mode.__enter__()  # type: ignore[no-untyped-call]
 
@@ -207,7 +206,7 @@ def replaying() -> Iterator[None]:
     global _replays
     _replays = True
     try:
-        with _Drawing(None, None):
+        with _KeyedDrawing(None, None):
             yield
     finally:
         _replays = False
@@ -218,22 +217,17 @@ def _seed(*numbers: int) -> int:
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-class _Drawing(TorchDispatchMode):
+class _KeyedDrawing(Drawing):
     """Draws by keys: in a forward pass, or (without one) again in the backward pass."""
 
     def __init__(self, source: GlobalRandomness | None, now: _Pass | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._source, self._now = source, now
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and not is_quiet(func, args, kwargs):
-            return random(func, args, kwargs, self.draw)
+    def __torch_dispatch__(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         if func is aten._pack_padded_sequence.default and self._now is not None:
             self._now.packed = True
-        return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, *args, **kwargs)
 
     def draw(self, func: Any, shape: Shape, dtype: torch.dtype, fill: Fill) -> Tensor:
         """A tensor of ``shape``: the rows that are here of what ``fill`` draws for all."""
@@ -261,7 +255,7 @@ class _Drawing(TorchDispatchMode):
         return drawn.index_select(rows.dim, own.flatten())
 
 
-class RandomnessForbidden(Recording):
+class RandomnessForbidden(Drawing):
     """Refuses random operations: outside of the model each replica draws for its own rows."""
 
     def draw(self, func: Any, shape: Shape, dtype: torch.dtype, fill: Fill) -> Tensor:

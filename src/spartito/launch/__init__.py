@@ -132,10 +132,10 @@ class Launch(_ModuleType):
             Exception: what the first task that failed has raised, with its traceback as the cause.
             KeyboardInterrupt: Ctrl-C; all tasks have ended.
         """
-        from spartito.launch.functions.run import run_on_ray
+        from spartito.launch.functions.run import run
 
         given = {"strategy": strategy, "workers": workers, "ray": address, **options}
-        result: _T = run_on_ray(function, args, kwargs or {}, strategy_options, given)
+        result: _T = run(function, args, kwargs or {}, strategy_options, given, on_ray=True)
         return result
 
 

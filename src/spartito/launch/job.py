@@ -46,6 +46,27 @@ class Heading(StrEnum):
     OUTPUT = "Output"
     ADVANCED = "Advanced"
 
+    def option(
+        self,
+        help: str,
+        default: Any = None,
+        *,
+        least: int | None = None,
+        metavar: str | None = None,
+    ) -> Any:
+        """A field as `option` makes it, listed under this heading.
+
+        Args:
+            help: as of `option`, like the next three.
+            default: the value where the option is not given.
+            least: the smallest whole number allowed.
+            metavar: what ``--help`` calls the value.
+
+        Returns:
+            The field.
+        """
+        return option(help, default, least=least, metavar=metavar, heading=self)
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -188,77 +209,57 @@ class JobSpec:
     """
 
     program: Program
-    strategy: str | None = option(
+    strategy: str | None = Heading.STRATEGY.option(
         "How tasks train together: a name that 'spartito strategies' lists, with options in "
         "parentheses, as 'local_sgd(every=20)'.",
         metavar="STRATEGY",
-        heading=Heading.STRATEGY,
     )
-    strategy_options: str | None = option(
-        "Further options of the strategy, a JSON object; they win.",
-        metavar="JSON",
-        heading=Heading.STRATEGY,
+    strategy_options: str | None = Heading.STRATEGY.option(
+        "Further options of the strategy, a JSON object; they win.", metavar="JSON"
     )
-    mesh: str | None = option(
+    mesh: str | None = Heading.STRATEGY.option(
         "Axes over which a model is laid out, as data=2,model=2: short for the strategy mesh, or "
         "pipeline with an axis of that name.",
         metavar="AXES",
-        heading=Heading.STRATEGY,
     )
-    stages: int | None = option(
+    stages: int | None = Heading.STRATEGY.option(
         "Parts into which a pipeline divides the layers of a model, a task for each: short for the "
         "strategy pipeline.",
         least=1,
-        heading=Heading.STRATEGY,
     )
-    microbatches: int | None = option(
-        "Parts of a batch that pass the stages of a pipeline in turn.",
-        least=1,
-        heading=Heading.STRATEGY,
+    microbatches: int | None = Heading.STRATEGY.option(
+        "Parts of a batch that pass the stages of a pipeline in turn.", least=1
     )
-    workers: int | None = option(
+    workers: int | None = Heading.WORKERS.option(
         "Tasks that compute, on each machine (with cluster: in all); by default one per GPU, or "
         "one.",
         least=1,
-        heading=Heading.WORKERS,
     )
-    ps: int = option(
-        "Parameter servers; the strategy is then parameter_server.",
-        0,
-        least=0,
-        heading=Heading.WORKERS,
+    ps: int = Heading.WORKERS.option(
+        "Parameter servers; the strategy is then parameter_server.", 0, least=0
     )
-    evaluator: bool = option(
-        "A task of its own that evaluates each checkpoint.", False, heading=Heading.WORKERS
+    evaluator: bool = Heading.WORKERS.option(
+        "A task of its own that evaluates each checkpoint.", False
     )
-    chief: bool = option(
-        "With --ps: a task of its own that hands out the work.", False, heading=Heading.WORKERS
+    chief: bool = Heading.WORKERS.option(
+        "With --ps: a task of its own that hands out the work.", False
     )
-    ports: str | None = option(
+    ports: str | None = Heading.MACHINES.option(
         "Ports at which tasks may listen, as 29500-29510; by default the system chooses.",
         metavar="A-B",
-        heading=Heading.MACHINES,
     )
-    interface: str | None = option(
-        "The network interface at which tasks listen, as eth1, or its address.",
-        metavar="NAME",
-        heading=Heading.MACHINES,
+    interface: str | None = Heading.MACHINES.option(
+        "The network interface at which tasks listen, as eth1, or its address.", metavar="NAME"
     )
-    insecure: bool = option(
-        "Leave out TLS, also where others could read what the tasks send.",
-        False,
-        heading=Heading.MACHINES,
+    insecure: bool = Heading.MACHINES.option(
+        "Leave out TLS, also where others could read what the tasks send.", False
     )
-    name: str | None = option(
-        "The job's name; that of its script by default.", metavar="JOB", heading=Heading.OUTPUT
+    name: str | None = Heading.OUTPUT.option(
+        "The job's name; that of its script by default.", metavar="JOB"
     )
-    out: Path | None = option(
-        "The run folder; runs/NAME by default.", metavar="DIR", heading=Heading.OUTPUT
-    )
-    data: str | None = option(
-        "The folder with the data, or its URL, as s3://bucket/photos.",
-        metavar="DIR",
-        heading=Heading.ADVANCED,
+    out: Path | None = Heading.OUTPUT.option("The run folder; runs/NAME by default.", metavar="DIR")
+    data: str | None = Heading.ADVANCED.option(
+        "The folder with the data, or its URL, as s3://bucket/photos.", metavar="DIR"
     )
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from spartito.cluster.recovery import Recovery
 from spartito.errors import UserError
-from spartito.launch.job import Heading, option
+from spartito.launch.job import Heading
 from spartito.launch.processes.roles import RESTARTS, Roles
 from spartito.registry import strategy_info, strategy_names
 
@@ -19,25 +19,20 @@ class Recovering:
     RESTARTS_ALONE: ClassVar[bool] = False
     """Whether tasks are started again without ``--recover``, too."""
 
-    recover: bool = option(
+    recover: bool = Heading.RECOVERY.option(
         "Go on when a worker is killed: it is started again, and gets its state from the others.",
         False,
-        heading=Heading.RECOVERY,
     )
-    min_workers: int | None = option(
+    min_workers: int | None = Heading.RECOVERY.option(
         "With --recover: go on with so many where no replacement comes; by default with all.",
         least=1,
-        heading=Heading.RECOVERY,
     )
-    wait: float | None = option(
+    wait: float | None = Heading.RECOVERY.option(
         "With --recover: seconds for a replacement; 300 by default, 30 where fewer may go on.",
         metavar="SECONDS",
-        heading=Heading.RECOVERY,
     )
-    restarts: int | None = option(
-        f"With --recover: how often each worker is started again, {RESTARTS} by default.",
-        least=0,
-        heading=Heading.RECOVERY,
+    restarts: int | None = Heading.RECOVERY.option(
+        f"With --recover: how often each worker is started again, {RESTARTS} by default.", least=0
     )
 
     @property

@@ -228,30 +228,29 @@ class _Reduce(torch.autograd.Function):
 
 def gather(x: Tensor, axis: Axis, dim: int, blocks: Blocks = ()) -> Tensor:
     """All shards joined along ``dim``, as a replicated tensor."""
-    if _has_gradient(x):
-        return _Along.apply(x, axis.all, cut, axis, dim, blocks)  # type: ignore[no-any-return, no-untyped-call]
-    return axis.all(x, dim, blocks)
+    return _along(axis.all, cut, x, axis, dim, blocks)
 
 
 def gather_enter(x: Tensor, axis: Axis, dim: int, blocks: Blocks = ()) -> Tensor:
     """As `gather` and `enter` of the result, with one collective in backward."""
-    if _has_gradient(x):
-        return _Along.apply(x, axis.all, reduce_cut, axis, dim, blocks)  # type: ignore[no-any-return, no-untyped-call]
-    return axis.all(x, dim, blocks)
+    return _along(axis.all, reduce_cut, x, axis, dim, blocks)
 
 
 def cut(x: Tensor, axis: Axis, dim: int, blocks: Blocks = ()) -> Tensor:
     """This task's shard of a replicated tensor."""
-    if _has_gradient(x):
-        return _Along.apply(x, axis.own, gather, axis, dim, blocks)  # type: ignore[no-any-return, no-untyped-call]
-    return axis.view(x, dim, blocks)
+    return _along(axis.own if _has_gradient(x) else axis.view, gather, x, axis, dim, blocks)
 
 
 def reduce_cut(x: Tensor, axis: Axis, dim: int, blocks: Blocks = ()) -> Tensor:
     """This task's shard of a sum of parts."""
+    return _along(axis.sum_own, gather_enter, x, axis, dim, blocks)
+
+
+def _along(do: Any, back: Any, x: Tensor, axis: Axis, dim: int, blocks: Blocks) -> Tensor:
+    """What the collective ``do`` makes of ``x``; its gradient takes ``back``."""
     if _has_gradient(x):
-        return _Along.apply(x, axis.sum_own, gather_enter, axis, dim, blocks)  # type: ignore[no-any-return, no-untyped-call]
-    return axis.sum_own(x, dim, blocks)
+        return _Along.apply(x, do, back, axis, dim, blocks)  # type: ignore[no-any-return, no-untyped-call]
+    return do(x, dim, blocks)  # type: ignore[no-any-return]
 
 
 def enter(x: Tensor, axis: Axis) -> Tensor:

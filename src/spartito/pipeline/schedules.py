@@ -78,31 +78,18 @@ class Span:
 
 
 Order = tuple[Action, ...]
+"""What a task computes, in order."""
+Schedule = Callable[[Shape, int], Order]
+"""What the task with this number computes in such a pipeline, as `gpipe` and the others say."""
 
 
 def gpipe(shape: Shape, task: int) -> Order:
-    """All forward passes, then all backward passes.
-
-    Args:
-        shape: The pipeline.
-        task: Which of its tasks.
-
-    Returns:
-        What that task computes, in order.
-    """
+    """All forward passes, then all backward passes."""
     return _one_by_one(shape, task, ahead=shape.microbatches)
 
 
 def one_forward_one_backward(shape: Shape, task: int) -> Order:
-    """A backward pass as soon as there is one: few activations wait, as many as later stages.
-
-    Args:
-        shape: The pipeline.
-        task: Which of its tasks.
-
-    Returns:
-        What that task computes, in order.
-    """
+    """A backward pass as soon as there is one: few activations wait, as many as later stages."""
     return _one_by_one(shape, task, ahead=shape.tasks - 1 - task)
 
 
@@ -111,13 +98,6 @@ def interleaved(shape: Shape, task: int) -> Order:
 
     Microbatches go in rounds of as many as there are tasks, one stage after the other. A last
     round that is smaller leaves gaps where a whole one has microbatches.
-
-    Args:
-        shape: The pipeline.
-        task: Which of its tasks.
-
-    Returns:
-        What that task computes, in order.
     """
     if shape.per_task == 1:
         return one_forward_one_backward(shape, task)
@@ -135,13 +115,6 @@ def zero_bubble(shape: Shape, task: int) -> Order:
 
     Task ``i`` puts off those of ``i`` microbatches, so that each keeps as many activations. The
     first one, for whose gradients nobody waits, has whole backward passes.
-
-    Args:
-        shape: The pipeline.
-        task: Which of its tasks.
-
-    Returns:
-        What that task computes, in order.
     """
     if task == 0:
         return one_forward_one_backward(shape, task)
@@ -156,8 +129,6 @@ def zero_bubble(shape: Shape, task: int) -> Order:
     late = range(max(0, shape.microbatches - task), shape.microbatches)
     return (*order, *(Action(WEIGHTS, task, m) for m in late))
 
-
-Schedule = Callable[[Shape, int], Order]
 
 INTERLEAVED = "interleaved"
 """The schedule that has several stages for each task: 2, or what follows a colon."""
@@ -219,15 +190,7 @@ def parse(text: str) -> tuple[str, int]:
 
 
 def passing(shape: Shape, task: int) -> Order:
-    """The forward passes alone, for evaluation.
-
-    Args:
-        shape: The pipeline.
-        task: Which of its tasks.
-
-    Returns:
-        What that task computes, in order.
-    """
+    """The forward passes alone, for evaluation."""
     stages = range(task, shape.stages, shape.tasks)
     return tuple(Action(FORWARD, s, m) for s in stages for m in range(shape.microbatches))
 

@@ -143,9 +143,9 @@ def outermost(
     """As `partition`, with the outermost starts whose slowest stage is by `LITTLE` slower at most.
 
     Args:
-        costs: Of each part.
-        moves: What it costs to begin a stage with the part, for both stages.
-        owned: Whether a part has parameters; each stage gets some.
+        costs: As of `partition`, like the next three.
+        moves: Of each part.
+        owned: Of each part.
         stages: How many.
         depths: How deep in the model each part but the first begins.
 

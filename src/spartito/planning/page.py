@@ -61,11 +61,11 @@ def write_plan(
 
     Args:
         folder: It is made, if it is missing.
-        outcome: What was found.
-        target: What the user would train.
+        outcome: As of `spartito.planning.table.text`, like the next four.
+        target: The script or recipe.
         goal: How much of it.
-        better: As `spartito.planning.search.improvements` found it.
-        fail: Failures of one machine in a second.
+        better: The improvements.
+        fail: Failures a second.
 
     Returns:
         The page.

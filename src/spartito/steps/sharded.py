@@ -88,7 +88,7 @@ class Sharded:
         self,
         team: Team,
         zero: int,
-        block_bytes: int,
+        block_bytes: int = BLOCK,
         owners: Callable[[], int] | None = None,
         gathers: bool = True,
         compress: Compress = None,

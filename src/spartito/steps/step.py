@@ -159,10 +159,7 @@ class Step:
 
     @flushed
     def prepare(
-        self,
-        model: nn.Module,
-        optimizer: OptimizerLike,
-        settings: Settings,
+        self, model: nn.Module, optimizer: OptimizerLike, settings: Settings
     ) -> tuple[nn.Module, Optimizer]:
         """As `Strategy.prepare`."""
         team, placement = self.team, self.parts.placement

@@ -40,6 +40,27 @@ _FILE = re.compile(r"[0-9a-f]{30}(\.[0-9a-f]{8}\.new)?")
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
+def space_in(folder: Path, named: str, remedy: str) -> int:
+    """Make the folder of a cache.
+
+    Args:
+        folder: It may be there.
+        named: As the user knows it.
+        remedy: What he may do where it cannot be.
+
+    Returns:
+        The bytes that are free there.
+
+    Raises:
+        UserError: It cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return shutil.disk_usage(folder).free
+    except OSError as error:
+        raise UserError(f"{named} cannot be made: {error.strerror or error}", remedy) from error
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """What is kept: its words are all that it depends on.
@@ -70,14 +91,11 @@ class SpanCache:
 
     def __init__(self, folder: str | os.PathLike[str], limit: int | None = None) -> None:
         self.folder = Path(folder)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(self.folder).free
-        except OSError as error:
-            raise UserError(
-                f"the cache folder {os.fspath(folder)!r} cannot be made: {error.strerror}",
-                f"Name one that this process may write to: {ENV_CACHE}=DIR.",
-            ) from error
+        free = space_in(
+            self.folder,
+            f"the cache folder {os.fspath(folder)!r}",
+            f"Name one that this process may write to: {ENV_CACHE}=DIR.",
+        )
         self.limit = limit if limit is not None else int(FREE * (free + self._used()))
         self._writes = True
         self._added = self.limit  # so that the first one looks

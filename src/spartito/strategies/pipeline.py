@@ -18,7 +18,7 @@ from spartito.pipeline.schedules import Shape
 from spartito.steps.all_reduce import AllReduce
 from spartito.steps.parts import Exchange, Parts
 from spartito.steps.recovery import Regrouping
-from spartito.steps.sharded import BLOCK, Sharded
+from spartito.steps.sharded import Sharded
 from spartito.steps.stage_passes import check_options
 from spartito.steps.stages import Lines, Stages, layout_without_stages, mesh_of_stages
 from spartito.steps.team import Team
@@ -52,7 +52,6 @@ class PipelineStrategy(Strategy):
         strict: Whether dims that do not divide are refused.
         zero: 1, 2 or 3: what tasks with the same layers keep in shards among them, as under
             `ShardedStrategy`; 0: nothing.
-        block_bytes: As under `ShardedStrategy`.
         compress: As under `MultiWorkerMirroredStrategy`, among the tasks with the same layers.
     """
 
@@ -69,7 +68,6 @@ class PipelineStrategy(Strategy):
     names: Mapping[str, Sequence[str | None]] | None = None
     strict: bool = False
     zero: int = 0
-    block_bytes: int = BLOCK
     compress: Compress = None
 
     def parts(self, team: Team) -> Parts:
@@ -89,9 +87,7 @@ class PipelineStrategy(Strategy):
         lines = Lines(Grid(mesh, layout.batch_axis, self.zero > 0), per_task)
         exchange: Exchange = AllReduce(team, compress=self.compress, overlaps=False)
         if self.zero:
-            exchange = Sharded(
-                team, self.zero, self.block_bytes, gathers=False, compress=self.compress
-            )
+            exchange = Sharded(team, self.zero, gathers=False, compress=self.compress)
         inside = TensorParallel(team, exchange, mesh, layout, self.names, self.strict)
         shape = Shape(mesh.axes[PIPELINE], per_task, self.microbatches)
         placement = Stages(team, lines, inside, exchange, shape, schedule, self.split)

@@ -19,7 +19,7 @@ ENV_PORTABLE = "SPARTITO_PORTABLE"
 IS_MAC = sys.platform == "darwin"
 IS_LINUX = sys.platform == "linux" and os.environ.get(ENV_PORTABLE, "") != "1"
 
-if TYPE_CHECKING or IS_LINUX:
+if not TYPE_CHECKING and IS_LINUX:
     from spartito.system.linux import *  # noqa: F403
 else:
     from spartito.system.portable import *  # noqa: F403

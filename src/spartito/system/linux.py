@@ -19,40 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from spartito.system.fences import fences_of, why_none
+from spartito.system.portable import __all__ as __all__  # the same functions
 from spartito.system.texts import text_of
-
-__all__ = [
-    "CGROUPS",
-    "KILL_MARKED",
-    "PROC",
-    "STACKS_SIGNAL",
-    "adopt_orphans",
-    "affinity",
-    "anonymous_memory",
-    "cpu_and_state",
-    "die_with_parent",
-    "end_within",
-    "file_memory",
-    "forget_file",
-    "give_back_memory",
-    "host_key",
-    "ipv4_of",
-    "ipv6_addresses",
-    "is_caught",
-    "keep_alive_options",
-    "large_pages",
-    "machine_memory",
-    "memory_folder",
-    "peak_memory",
-    "process_began",
-    "process_space",
-    "process_start",
-    "reserve",
-    "resident_memory",
-    "shares_memory",
-    "wake_after",
-    "why_not_shared",
-]
 
 PROC = Path("/proc")
 """Where the kernel says what it knows; in `portable` a folder that does not exist."""

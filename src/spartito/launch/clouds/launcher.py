@@ -216,11 +216,11 @@ class Dstack(Cloud):
     Example: spartito cluster dstack mnist --workers 4 --out /mnt/runs > .dstack.yml
 
     Args:
-        gpus: whether each worker gets a GPU.
-        gpu_type: which.
-        cpus: the CPUs that each node has at least.
-        memory: its memory, as ``4Gi``.
-        spot: whether the cloud may take nodes away.
+        gpus: as `Sky` has it, like the next four.
+        gpu_type: which GPU.
+        cpus: of each node.
+        memory: of each node.
+        spot: whether nodes may be taken away.
         setup: lines of the shell before the task.
         timeout: how long a task waits for another, in seconds.
         image: what all run, from a registry.

@@ -30,43 +30,34 @@ def run(
     kwargs: Mapping[str, Any],
     strategy_options: Mapping[str, Any] | None,
     options: Mapping[str, Any],
+    on_ray: bool = False,
 ) -> Any:
-    """What ``sp.launch`` documents."""
+    """What ``sp.launch`` documents, or ``sp.launch.ray``."""
     check_caller()
-    data = packed(function, args, kwargs)
-    options = _with_json({"nnodes": 1, **options}, strategy_options)
-    of_job, of_local = divided(options, JobSpec, Local)
+    data, ending = packed(function, args, kwargs), Ending()
+    if strategy_options is not None:
+        options = {**options, "strategy_options": json.dumps(strategy_options)}
+    return ending.result_of((_on_ray if on_ray else _here)(data, ending, options))
+
+
+def _here(data: bytes, ending: Ending, options: Mapping[str, Any]) -> int:
+    """The exit code of a job of this machine, whose tasks find the call in a folder."""
+    of_job, of_local = divided({"nnodes": 1, **options}, JobSpec, Local)
     with tempfile.TemporaryDirectory(prefix="spartito-", ignore_cleanup_errors=True) as name:
-        folder, ending = Path(name), Ending()
+        folder = Path(name)
         (folder / task.CALL).write_bytes(data)
         job = JobSpec(program=Program(TASK, (name,), "module"), **of_job)
         on_end = partial(ending.take, lambda task, file: _read(folder / file))
-        code = Local(on_end=on_end, private=(name,), **of_local).start(job)
-    return ending.result_of(code)
+        return Local(on_end=on_end, private=(name,), **of_local).start(job)
 
 
-def run_on_ray(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    strategy_options: Mapping[str, Any] | None,
-    options: Mapping[str, Any],
-) -> Any:
-    """What ``sp.launch.ray`` documents."""
+def _on_ray(data: bytes, ending: Ending, options: Mapping[str, Any]) -> int:
+    """That of a job of actors, which get the call."""
     from spartito.launch.on_ray.job import OnRay
 
-    check_caller()
-    ending, data = Ending(), packed(function, args, kwargs)
-    of_job, of_ray = divided(_with_json(options, strategy_options), JobSpec, OnRay)
+    of_job, of_ray = divided(options, JobSpec, OnRay)
     job = JobSpec(program=Program(TASK, kind="module"), **of_job)
-    return ending.result_of(OnRay(call=data, ending=ending, **of_ray).start(job))
-
-
-def _with_json(
-    options: Mapping[str, Any], strategy_options: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    more = {} if strategy_options is None else {"strategy_options": json.dumps(strategy_options)}
-    return {**options, **more}
+    return OnRay(call=data, ending=ending, **of_ray).start(job)
 
 
 def _read(path: Path) -> bytes | None:

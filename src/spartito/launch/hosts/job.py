@@ -16,7 +16,7 @@ from spartito.launch.hosts.facts import Facts, Question
 from spartito.launch.hosts.names import Host
 from spartito.launch.hosts.plan import MEMBERSHIP, PORT, Plan, check_passed
 from spartito.launch.hosts.ssh import Ssh, parse_ssh
-from spartito.launch.job import Heading, JobSpec, option
+from spartito.launch.job import Heading, JobSpec
 from spartito.launch.processes.launcher import Processes
 from spartito.launch.processes.local import check_number, snapshots
 from spartito.launch.processes.supervisor import supervise
@@ -56,37 +56,29 @@ class Hosts(Processes):
         on_end: as `Local` has it.
     """
 
-    hosts: str = option(
-        "Several machines, as a,b,node[01-04]: all is started from here, by ssh.",
-        metavar="LIST",
-        heading=Heading.MACHINES,
+    hosts: str = Heading.MACHINES.option(
+        "Several machines, as a,b,node[01-04]: all is started from here, by ssh.", metavar="LIST"
     )
-    port: int | None = option(
+    port: int | None = Heading.MACHINES.option(
         f"With --hosts: where the first task of a machine listens, {PORT} by default; the next "
         "ones follow.",
         least=1,
-        heading=Heading.MACHINES,
     )
-    ssh: str | None = option(
-        "With --hosts: how ssh is called, as 'ssh -p 2222'.",
-        metavar="COMMAND",
-        heading=Heading.MACHINES,
+    ssh: str | None = Heading.MACHINES.option(
+        "With --hosts: how ssh is called, as 'ssh -p 2222'.", metavar="COMMAND"
     )
-    remote_dir: str | None = option(
+    remote_dir: str | None = Heading.MACHINES.option(
         "With --hosts: the folder on the other machines; by default the same as here.",
         metavar="DIR",
-        heading=Heading.MACHINES,
     )
-    remote_python: str | None = option(
+    remote_python: str | None = Heading.MACHINES.option(
         "With --hosts: the Python of the other machines; by default the same as here.",
         metavar="PATH",
-        heading=Heading.MACHINES,
     )
-    env: tuple[str, ...] = option(
+    env: tuple[str, ...] = Heading.MACHINES.option(
         "With --hosts or --ray: a variable that the other machines get too, by its name.",
         (),
         metavar="NAME",
-        heading=Heading.MACHINES,
     )
 
     def start(self, job: JobSpec) -> int:

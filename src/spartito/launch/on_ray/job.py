@@ -15,7 +15,7 @@ from spartito.cluster.spec import Task
 from spartito.errors import TaskLostError, UserError
 from spartito.launch.functions.outcome import Ending
 from spartito.launch.hosts.plan import check_passed, travelling
-from spartito.launch.job import Heading, JobSpec, option
+from spartito.launch.job import Heading, JobSpec
 from spartito.launch.on_ray.actor import Node, TaskActor, checksum_of, versions
 from spartito.launch.on_ray.following import Following
 from spartito.launch.on_ray.session import Ended, check_fits, connected, is_there, resources
@@ -66,36 +66,27 @@ class OnRay(Processes):
         on_end: as `Local` has it.
     """
 
-    ray: str | None = option(
+    ray: str | None = Heading.RAY.option(
         "Start the tasks as actors of a Ray cluster: its address as HOST:6379, or auto.",
         metavar="ADDRESS",
-        heading=Heading.RAY,
     )
-    cpus: int = option("With --ray: the CPUs of each task.", 1, least=1, heading=Heading.RAY)
-    gpus: int = option("With --ray: the GPUs of each worker.", 0, least=0, heading=Heading.RAY)
-    placement: str = option(
+    cpus: int = Heading.RAY.option("With --ray: the CPUs of each task.", 1, least=1)
+    gpus: int = Heading.RAY.option("With --ray: the GPUs of each worker.", 0, least=0)
+    placement: str = Heading.RAY.option(
         f"With --ray: how tasks are spread over nodes, one of {', '.join(PLACEMENTS)}.",
         "pack",
         metavar="NAME",
-        heading=Heading.RAY,
     )
-    env: tuple[str, ...] = option(
+    env: tuple[str, ...] = Heading.MACHINES.option(
         "With --hosts or --ray: a variable that the other machines get too, by its name.",
         (),
         metavar="NAME",
-        heading=Heading.MACHINES,
     )
     call: bytes | None = None
     ending: Ending | None = None
 
     def start(self, job: JobSpec) -> int:
-        """Start the job; every task is an actor, for which a small process stands here.
-
-        Args:
-            job: what is to run.
-
-        Returns:
-            The exit code of the job.
+        """As `Launcher.start`; every task is an actor, for which a small process stands here.
 
         Raises:
             UserError: the cluster or the job cannot be; nothing was started.

@@ -11,7 +11,7 @@ from pathlib import Path
 from spartito.cluster.limits import time_limit
 from spartito.errors import UserError
 from spartito.folders import check_free
-from spartito.launch.job import Heading, JobSpec, option
+from spartito.launch.job import Heading, JobSpec
 from spartito.launch.processes.output import JsonSink, Sink, binary
 from spartito.launch.processes.process import Failure, Process, with_logs
 from spartito.launch.processes.roles import Roles
@@ -24,34 +24,25 @@ from spartito.wire.secret import insecurity
 class Processes(Recovering):
     """What the launchers that start processes themselves have in common."""
 
-    log_dir: Path | None = option(
-        "A folder for what each task prints: worker-0.log and so on.",
-        metavar="DIR",
-        heading=Heading.OUTPUT,
+    log_dir: Path | None = Heading.OUTPUT.option(
+        "A folder for what each task prints: worker-0.log and so on.", metavar="DIR"
     )
-    yes: bool = option(
-        "Start far more processes than cores without a question.", False, heading=Heading.ADVANCED
+    yes: bool = Heading.ADVANCED.option(
+        "Start far more processes than cores without a question.", False
     )
-    notice: float | None = option(
-        "Seconds until a task that stands still is named; 5 by default.",
-        metavar="SECONDS",
-        heading=Heading.OUTPUT,
+    notice: float | None = Heading.OUTPUT.option(
+        "Seconds until a task that stands still is named; 5 by default.", metavar="SECONDS"
     )
-    log_format: str = option(
+    log_format: str = Heading.OUTPUT.option(
         "How what tasks print is shown: text, or json for an object a line.",
         "text",
         metavar="FORMAT",
-        heading=Heading.OUTPUT,
     )
-    share_devices: bool = option(
-        "Let tasks share accelerators where there are more tasks than devices.",
-        False,
-        heading=Heading.WORKERS,
+    share_devices: bool = Heading.WORKERS.option(
+        "Let tasks share accelerators where there are more tasks than devices.", False
     )
-    mixed: bool = option(
-        "Let tasks that update together compute on devices of several kinds.",
-        False,
-        heading=Heading.WORKERS,
+    mixed: bool = Heading.WORKERS.option(
+        "Let tasks that update together compute on devices of several kinds.", False
     )
     result: bool = False
     environment: Mapping[str, str] | None = None

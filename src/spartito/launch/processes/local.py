@@ -16,7 +16,7 @@ from spartito.cluster.resolver import Joined, joined
 from spartito.cluster.spec import NO_RANK, REPLICA_ROLES
 from spartito.cluster.tpu import slice_of
 from spartito.errors import UserError
-from spartito.launch.job import Heading, JobSpec, option
+from spartito.launch.job import Heading, JobSpec
 from spartito.launch.lines.job import at_machines, line_of, machines_on
 from spartito.launch.lines.line import Link
 from spartito.launch.processes.gpus import count_gpus
@@ -94,31 +94,26 @@ class Local(Processes):
             traceback is then not shown.
     """
 
-    nnodes: int | None = option(
+    nnodes: int | None = Heading.MACHINES.option(
         "Machines in the job, where you start each by hand; 1 for a job of its own inside a "
         "scheduler's task.",
         least=1,
-        heading=Heading.MACHINES,
     )
-    node_rank: int = option(
-        "With --nnodes: which of them this is, from 0.", 0, least=0, heading=Heading.MACHINES
+    node_rank: int = Heading.MACHINES.option(
+        "With --nnodes: which of them this is, from 0.", 0, least=0
     )
-    master_addr: str | None = option(
-        "With --nnodes: where they meet, the first machine.",
-        metavar="HOST:PORT",
-        heading=Heading.MACHINES,
+    master_addr: str | None = Heading.MACHINES.option(
+        "With --nnodes: where they meet, the first machine.", metavar="HOST:PORT"
     )
-    slow: tuple[str, ...] = option(
+    slow: tuple[str, ...] = Heading.ADVANCED.option(
         "Let a task run a fraction of the time only, as worker:1=0.25; for trials.",
         (),
         metavar="TASK=FRACTION",
-        heading=Heading.ADVANCED,
     )
-    link: str | None = option(
+    link: str | None = Heading.ADVANCED.option(
         "Put each task on a machine of its own (a network namespace: needs root), at a line of "
         "this rate and delay, as 100mbit or 10mbit,50ms; for trials.",
         metavar="RATE[,DELAY]",
-        heading=Heading.ADVANCED,
     )
 
     def start(self, job: JobSpec) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -44,89 +46,87 @@ _WEIGHTS = {
 }
 
 
-def _reduction(size_average: Any, reduce: Any, reduction: str) -> str:
-    if size_average is None and reduce is None:
-        return reduction
-    return str(_Reduction.legacy_get_string(size_average, reduce))
+def _reducing(of: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule ``of`` a loss, which gets one ``reduction`` for torch's three arguments."""
+
+    @wraps(of)
+    def called(
+        func: Any,
+        *args: Any,
+        size_average: Any = None,
+        reduce: Any = None,
+        reduction: str = "mean",
+        **named: Any,
+    ) -> Any:
+        if size_average is not None or reduce is not None:
+            reduction = str(_Reduction.legacy_get_string(size_average, reduce))
+        return of(func, *args, reduction=reduction, **named)
+
+    return called
 
 
 @rule(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss)
+@_reducing
 def _regression(
-    func: Any,
-    input: Tensor,
-    target: Tensor,
-    *args: Any,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
-    **named: Any,
+    func: Any, input: Tensor, target: Tensor, *args: Any, reduction: str, **named: Any
 ) -> Any:
     if args or (named.get("weight") is not None):
-        return compute_whole(
-            func,
-            (input, target, *args),
-            {"size_average": size_average, "reduce": reduce, "reduction": reduction, **named},
-        )
+        return compute_whole(func, (input, target, *args), {"reduction": reduction, **named})
     named.pop("weight", None)
-    return _pointwise(func, [input, target], _reduction(size_average, reduce, reduction), **named)
+    return _pointwise(func, [input, target], reduction, **named)
 
 
 @rule(F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
+@_reducing
 def _binary(
     func: Any,
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
     pos_weight: Tensor | None = None,
+    *,
+    reduction: str,
 ) -> Any:
     weights = [weight, pos_weight][: len(_WEIGHTS[func])]
-    return _pointwise(func, [input, target, *weights], _reduction(size_average, reduce, reduction))
+    return _pointwise(func, [input, target, *weights], reduction)
 
 
 @rule(F.kl_div)
+@_reducing
 def _kl_div(
-    func: Any,
-    input: Tensor,
-    target: Tensor,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
-    log_target: bool = False,
+    func: Any, input: Tensor, target: Tensor, *, reduction: str, log_target: bool = False
 ) -> Any:
-    if reduction == "batchmean" and size_average is None and reduce is None:
+    if reduction == "batchmean":
         total = _pointwise(func, [input, target], "sum", log_target=log_target)
         return total / input.shape[0]
-    kind = _reduction(size_average, reduce, reduction)
-    return _pointwise(func, [input, target], kind, log_target=log_target)
+    return _pointwise(func, [input, target], reduction, log_target=log_target)
 
 
 @rule(F.cross_entropy, F.nll_loss)
+@_reducing
 def _of_classes(
     func: Any,
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
-    size_average: Any = None,
+    *,
+    reduction: str,
     ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    kind = _reduction(size_average, reduce, reduction)
     if func is F.nll_loss:
-        return _of_log(input, target, weight, ignore_index, kind, 0.0)
+        return _of_log(input, target, weight, ignore_index, reduction, 0.0)
     if input.dtype in (torch.bfloat16, torch.float16):  # as torch's kernel, which adds up in fp32
-        loss = func(input.float(), target, weight, None, ignore_index, None, kind, label_smoothing)
+        loss = func(
+            input.float(), target, weight, None, ignore_index, None, reduction, label_smoothing
+        )
         return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
     dim = 0 if input.dim() == 1 else 1
     if target.is_floating_point() or not isinstance(input, Sharded):
         scores = F.log_softmax(input, dim)
     else:
         scores = _log_softmax_of_shards(input, dim)
-    return _of_log(scores, target, weight, ignore_index, kind, label_smoothing)
+    return _of_log(scores, target, weight, ignore_index, reduction, label_smoothing)
 
 
 def _log_softmax_of_shards(x: Sharded, dim: int) -> Tensor:

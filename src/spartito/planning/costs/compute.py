@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import NormalDist
 
-from spartito.planning.costs.parts import COMPUTE, INPUT, UPDATE, Situation
+from spartito.planning.costs.exchange import Exchange
+from spartito.planning.costs.parts import COMPUTE, INPUT, OTHERS, UPDATE, Cost, Rhythm, Situation
 from spartito.planning.profile import PARTS
 
 
@@ -79,3 +80,27 @@ def waiting(situation: Situation, own: Mapping[str, float], tasks: float, steps:
     """
     deviation = situation.profile.deviation(situation.cluster.threads) / steps**0.5
     return sum(own.values()) * slowest_of(tasks, deviation)
+
+
+def together(
+    situation: Situation,
+    own: Mapping[str, float],
+    exchange: Exchange,
+    memory: Mapping[str, float],
+    replicas: int,
+) -> Cost:
+    """What a step takes in which all tasks meet.
+
+    Args:
+        situation: What is planned.
+        own: The seconds of a task by itself, by `own_step`.
+        exchange: What it exchanges with others.
+        memory: What it has, by what that is.
+        replicas: Tasks with the same parameters.
+
+    Returns:
+        That, and the wait for the slowest task.
+    """
+    waits = {OTHERS: waiting(situation, own, situation.cluster.tasks)}
+    seconds = {**own, **exchange.seconds, **waits}
+    return Cost(seconds, memory, exchange.sent, situation.batch, rhythm=Rhythm(replicas=replicas))

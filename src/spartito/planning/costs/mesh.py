@@ -9,15 +9,13 @@ from typing import Any
 from spartito.declared import Declared
 from spartito.errors import UserError
 from spartito.names import divisors
-from spartito.planning.costs.compute import own_step, waiting
+from spartito.planning.costs.compute import own_step, together
 from spartito.planning.costs.exchange import all_reduce, machines_of
 from spartito.planning.costs.memory import held
 from spartito.planning.costs.parts import (
     COMPUTE,
-    OTHERS,
     UPDATE,
     Cost,
-    Rhythm,
     Situation,
     check_options,
     whole_number,
@@ -75,11 +73,4 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
         optimizer=along.parameters,
         exchange=gradients,
     )
-    waits = {OTHERS: waiting(situation, own, cluster.tasks)}
-    return Cost(
-        {**own, **exchange.seconds, **waits},
-        memory,
-        exchange.sent,
-        situation.batch,
-        rhythm=Rhythm(replicas=replicas),
-    )
+    return together(situation, own, exchange, memory, replicas)

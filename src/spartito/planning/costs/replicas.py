@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from spartito.declared import Declared
-from spartito.planning.costs.compute import own_step, waiting
+from spartito.planning.costs.compute import own_step, together
 from spartito.planning.costs.exchange import all_gather, coded
 from spartito.planning.costs.memory import held
-from spartito.planning.costs.parts import OTHERS, UPDATE, Cost, Rhythm, Situation, check_options
+from spartito.planning.costs.parts import UPDATE, Cost, Situation, check_options
 
 OPTIONS: tuple[str, ...] = ("compress",)
 COMPRESSES = "multi_worker_mirrored"
@@ -54,11 +54,4 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
         optimizer=part,
         exchange=model.gradients * (1 if compress is None else 1 + KEPT),
     )
-    waits = {OTHERS: waiting(situation, own, tasks)}
-    return Cost(
-        {**own, **exchange.seconds, **waits},
-        memory,
-        exchange.sent,
-        situation.batch,
-        rhythm=Rhythm(replicas=tasks),
-    )
+    return together(situation, own, exchange, memory, tasks)

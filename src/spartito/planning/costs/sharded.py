@@ -7,18 +7,10 @@ from typing import Any
 
 from spartito.declared import Declared
 from spartito.errors import UserError
-from spartito.planning.costs.compute import own_step, waiting
+from spartito.planning.costs.compute import own_step, together
 from spartito.planning.costs.exchange import Exchange, all_gather, all_reduce
 from spartito.planning.costs.memory import held
-from spartito.planning.costs.parts import (
-    OTHERS,
-    UPDATE,
-    Cost,
-    Rhythm,
-    Situation,
-    check_options,
-    whole_number,
-)
+from spartito.planning.costs.parts import UPDATE, Cost, Situation, check_options, whole_number
 
 OPTIONS: tuple[str, ...] = ("zero",)
 BLOCK = 4 << 20
@@ -62,14 +54,7 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
         optimizer=1 / tasks,
         exchange=2 * block if zero > 1 else model.gradients,
     )
-    waits = {OTHERS: waiting(situation, own, tasks)}
-    return Cost(
-        {**own, **exchange.seconds, **waits},
-        memory,
-        exchange.sent,
-        situation.batch,
-        rhythm=Rhythm(replicas=tasks),
-    )
+    return together(situation, own, exchange, memory, tasks)
 
 
 def _meetings(situation: Situation) -> Exchange:

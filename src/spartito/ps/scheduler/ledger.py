@@ -66,12 +66,7 @@ class NotedQueue(WorkQueue):
         return found
 
     def finish(
-        self,
-        lease: int,
-        sums: Sequence[float],
-        ended: int | None,
-        now: float,
-        metrics: bytes = b"",
+        self, lease: int, sums: Sequence[float], ended: int | None, now: float, metrics: bytes = b""
     ) -> bool:
         with self._whole("finish", lease, sums, ended, now, metrics):
             return super().finish(lease, sums, ended, now, metrics)

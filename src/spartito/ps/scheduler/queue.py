@@ -150,12 +150,7 @@ class WorkQueue:
         return lease
 
     def finish(
-        self,
-        lease: int,
-        sums: Sequence[float],
-        ended: int | None,
-        now: float,
-        metrics: bytes = b"",
+        self, lease: int, sums: Sequence[float], ended: int | None, now: float, metrics: bytes = b""
     ) -> bool:
         """The work items of a lease are applied; ``sums`` and ``metrics`` count for its epoch.
 

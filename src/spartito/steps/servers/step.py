@@ -390,10 +390,7 @@ class ServedStep(Step):
 
     @flushed  # a ps serves in it: its threads inherit that
     def prepare(
-        self,
-        model: nn.Module,
-        optimizer: OptimizerLike,
-        settings: Settings,
+        self, model: nn.Module, optimizer: OptimizerLike, settings: Settings
     ) -> tuple[nn.Module, Optimizer]:
         """As `Step.prepare`; a ps serves here until the job ends, and then exits with 0."""
         if self.team.pairs.all:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spartito.checkpoint.in_store import StoredCheckpoints
-from spartito.checkpoint.manager import CheckpointManager
+from spartito.checkpoint.manager import CheckpointManager, Score
 from spartito.errors import TaskLostError, UserError
 from spartito.notes import warn
 from spartito.report.figures import VALIDATION
@@ -169,9 +169,7 @@ class ModelCheckpoint(Callback):
             return Monitor("loss", self.monitor.mode)
         return self.monitor
 
-    def _save(
-        self, logs: Logs, best: tuple[str, float] | None = None, before: float | None = None
-    ) -> None:
+    def _save(self, logs: Logs, best: Score | None = None, before: float | None = None) -> None:
         """Write it; where a disk refuses, the best one is that of ``before``."""
 
         def otherwise() -> None:

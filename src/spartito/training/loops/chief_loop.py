@@ -42,11 +42,7 @@ class JournaledLoop(TrainingLoop):
         self._went_on: list[list[Any]] | None = None
 
     def run(
-        self,
-        epochs: range,
-        steps: int | None,
-        validation: Evaluation | None,
-        history: History,
+        self, epochs: range, steps: int | None, validation: Evaluation | None, history: History
     ) -> None:
         self._history, self._steps, self._first = history, steps, epochs.start
         if kept := self._leased.kept:

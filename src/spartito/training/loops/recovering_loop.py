@@ -82,11 +82,7 @@ class RecoveringLoop(TrainingLoop):
         return self._batches
 
     def run(
-        self,
-        epochs: range,
-        steps: int | None,
-        validation: Evaluation | None,
-        history: History,
+        self, epochs: range, steps: int | None, validation: Evaluation | None, history: History
     ) -> None:
         self._steps, self._validation, self._history = steps, validation, history
         self._stage, self._hook = TRAIN, ALL

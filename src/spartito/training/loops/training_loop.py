@@ -63,11 +63,7 @@ class TrainingLoop:
         self._forget()
 
     def run(
-        self,
-        epochs: range,
-        steps: int | None,
-        validation: Evaluation | None,
-        history: History,
+        self, epochs: range, steps: int | None, validation: Evaluation | None, history: History
     ) -> None:
         """Train the ``epochs``, each of ``steps`` batches or as many as there are."""
         callbacks = self._trainer.callbacks
