@@ -8,12 +8,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from spartito.cluster.resolver import check_alone
 from spartito.errors import UserError
@@ -66,8 +66,11 @@ def take_profile(
     base = {n: v for n, v in os.environ.items() if n not in NOT_INHERITED} | RUNTIME
     with tempfile.TemporaryDirectory(prefix="spartito-plan-") as name:
         folder = Path(name)
-        steps = _steps(program, data, batch_size, folder, base)
-        exchanges = _exchanges(folder, base, steps["model"])
+        file = folder / "exchanges.json"
+        # It imports torch while the training does, and then waits for what it has to measure.
+        with _started([sys.executable, "-m", probe.__name__, str(file)], base) as other:
+            steps = _steps(program, data, batch_size, folder, base)
+            exchanges = _exchanges(other, file, steps["model"])
     return profile_of(program, steps, exchanges)
 
 
@@ -140,7 +143,8 @@ def _steps(
     }
     say(f"profiling {program.title}: one process trains for about ten seconds")
     began = time.monotonic()
-    code, said = _run([sys.executable, *words], env, until=file)
+    with _started([sys.executable, *words], env) as task:
+        code, said = task.end(file)
     if not file.exists():
         if code == 0:
             raise UserError(
@@ -158,13 +162,10 @@ def _steps(
     return {**found, "started": max(0.0, whole - found["seconds"])}
 
 
-def _exchanges(folder: Path, base: Mapping[str, str], model: Mapping[str, Any]) -> dict[str, Any]:
+def _exchanges(task: _Program, file: Path, model: Mapping[str, Any]) -> dict[str, Any]:
     """What processes of this machine find out about it, with a model that is like the user's."""
     say("two processes of this machine exchange, and train a plain model, for about ten seconds")
-    file = folder / "exchanges.json"
-    words = [sys.executable, "-m", probe.__name__, str(file), str(model["tensors"])]
-    words.append(str(model["parameters"]))
-    code, said = _run(words, base, until=file)
+    code, said = task.end(file, f"{model['tensors']} {model['parameters']}\n")
     if not file.exists():
         last = "\n".join(said.strip().splitlines()[-LINES:])
         raise UserError(
@@ -175,35 +176,53 @@ def _exchanges(folder: Path, base: Mapping[str, str], model: Mapping[str, Any]) 
     return found
 
 
-def _run(words: Sequence[str], env: Mapping[str, str], until: Path) -> tuple[int, str]:
-    """A program's exit code and stderr; it is ended soon after the file is there."""
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """A program that runs, and what it says to stderr."""
+
+    popen: subprocess.Popen[bytes]
+    stderr: IO[bytes]
+
+    def end(self, until: Path, told: str = "") -> tuple[int, str]:
+        """Its exit code and stderr; it hears ``told``, and ends soon after the file is there."""
+        assert self.popen.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended
+            self.popen.stdin.write(told.encode())
+            self.popen.stdin.close()
+        began, there = time.monotonic(), None
+        while self.popen.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                self.popen.wait(0.1)
+            now = time.monotonic()
+            there = now if there is None and until.exists() else there
+            if there is not None and now - there > LAST:
+                break
+            if now - began > LIMIT:
+                raise UserError(
+                    f"it did not come to an end within {LIMIT:.0f} s",
+                    "Give it less data, or a profile: --profile p.json.",
+                )
+        _end(self.popen)
+        self.stderr.seek(0)
+        return self.popen.returncode, self.stderr.read().decode(errors="replace")
+
+
+@contextmanager
+def _started(words: Sequence[str], env: Mapping[str, str]) -> Iterator[_Program]:
+    """A program, which is ended with the block."""
     with tempfile.TemporaryFile() as stderr:
         task = subprocess.Popen(
             words,
             env=env,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
             start_new_session=True,
         )
-        began, there = time.monotonic(), None
         try:
-            while task.poll() is None:
-                with suppress(subprocess.TimeoutExpired):
-                    task.wait(0.1)
-                now = time.monotonic()
-                there = now if there is None and until.exists() else there
-                if there is not None and now - there > LAST:
-                    break
-                if now - began > LIMIT:
-                    raise UserError(
-                        f"it did not come to an end within {LIMIT:.0f} s",
-                        "Give it less data, or a profile: --profile p.json.",
-                    )
+            yield _Program(task, stderr)
         finally:
             _end(task)
-        stderr.seek(0)
-        return task.returncode, stderr.read().decode(errors="replace")
 
 
 def _end(task: subprocess.Popen[bytes]) -> None:

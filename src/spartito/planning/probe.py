@@ -1,6 +1,6 @@
 """Processes of this machine exchange for some seconds: what a byte costs, and what strategies do.
 
-``python -m spartito.planning.probe FILE TENSORS BYTES``
+``python -m spartito.planning.probe FILE`` reads a line ``TENSORS BYTES`` when it may begin.
 """
 
 from __future__ import annotations
@@ -48,9 +48,12 @@ def main() -> None:
     """Measure, and write what came out."""
     import torch
 
-    file, shape = Path(sys.argv[1]), reference.Shape.like(*map(int, sys.argv[2:]))
     for name in LOADED:
         import_module(name)
+    file, told = Path(sys.argv[1]), sys.stdin.readline()
+    if not told:  # nobody wants to know any more
+        return
+    shape = reference.Shape.like(*map(int, told.split()))
     torch.set_num_threads(1)
     found = together(_exchanges, 2)
     note("profiles %s", shape)
