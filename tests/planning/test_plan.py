@@ -22,7 +22,7 @@ from spartito.launch.job import Program
 from spartito.names import ENV_PROFILE
 from spartito.planning.check import check
 from spartito.planning.costs.parts import Situation
-from spartito.planning.measure import NOT_INHERITED, _exchanges, profile_of
+from spartito.planning.measure import NOT_INHERITED, _exchanging, profile_of
 from spartito.planning.probe import together
 from spartito.planning.profile import Profile
 from spartito.planning.reference import BATCH, TRIED, overheads
@@ -297,7 +297,8 @@ def test_a_plan_trains_in_no_folder_of_the_users_trainings() -> None:
 
 @pytest.mark.slow
 def test_processes_of_this_machine_find_out_what_strategies_take(tmp_path: Path) -> None:
-    found = _exchanges(tmp_path, os.environ, {"tensors": 6, "parameters": 40_000})
+    with _exchanging(tmp_path, os.environ) as exchange:
+        found = exchange({"tensors": 6, "parameters": 40_000})
     assert set(found["trials"]) == set(TRIED)
     assert all(seconds > 0 for seconds in found["trials"].values())
     assert found["sockets"][-1][1] > found["sockets"][0][1] > 0

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
@@ -66,11 +66,9 @@ def take_profile(
     base = {n: v for n, v in os.environ.items() if n not in NOT_INHERITED} | RUNTIME
     with tempfile.TemporaryDirectory(prefix="spartito-plan-") as name:
         folder = Path(name)
-        file = folder / "exchanges.json"
-        # It imports torch while the training does, and then waits for what it has to measure.
-        with _started([sys.executable, "-m", probe.__name__, str(file)], base) as other:
+        with _exchanging(folder, base) as exchange:
             steps = _steps(program, data, batch_size, folder, base)
-            exchanges = _exchanges(other, file, steps["model"])
+            exchanges = exchange(steps["model"])
     return profile_of(program, steps, exchanges)
 
 
@@ -162,18 +160,30 @@ def _steps(
     return {**found, "started": max(0.0, whole - found["seconds"])}
 
 
-def _exchanges(task: _Program, file: Path, model: Mapping[str, Any]) -> dict[str, Any]:
-    """What processes of this machine find out about it, with a model that is like the user's."""
-    say("two processes of this machine exchange, and train a plain model, for about ten seconds")
-    code, said = task.end(file, f"{model['tensors']} {model['parameters']}\n")
-    if not file.exists():
-        last = "\n".join(said.strip().splitlines()[-LINES:])
-        raise UserError(
-            f"two processes of this machine could not exchange (exit code {code}):\n{last}",
-            "Try spartito doctor.",
-        )
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+@contextmanager
+def _exchanging(
+    folder: Path, base: Mapping[str, str]
+) -> Iterator[Callable[[Mapping[str, Any]], dict[str, Any]]]:
+    """What processes of this machine find out about it, with a model that is like the user's.
+
+    They import torch from now on, and measure when they hear of the model.
+    """
+    file = folder / "exchanges.json"
+    with _started([sys.executable, "-m", probe.__name__, str(file)], base) as task:
+
+        def exchange(model: Mapping[str, Any]) -> dict[str, Any]:
+            say("two processes here exchange, and train a plain model, for about ten seconds")
+            code, said = task.end(file, f"{model['tensors']} {model['parameters']}\n")
+            if not file.exists():
+                last = "\n".join(said.strip().splitlines()[-LINES:])
+                raise UserError(
+                    f"two processes of this machine could not exchange (exit code {code}):\n{last}",
+                    "Try spartito doctor.",
+                )
+            found: dict[str, Any] = json.loads(file.read_text())
+            return found
+
+        yield exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +229,11 @@ def _started(words: Sequence[str], env: Mapping[str, str]) -> Iterator[_Program]
             stderr=stderr,
             start_new_session=True,
         )
-        try:
-            yield _Program(task, stderr)
-        finally:
-            _end(task)
+        with task:  # which closes its pipe
+            try:
+                yield _Program(task, stderr)
+            finally:
+                _end(task)
 
 
 def _end(task: subprocess.Popen[bytes]) -> None:
