@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import spartito
-from spartito.accelerators import HostCopy, SideStream, device_memory, kind_of, own_device
+from spartito.accelerators import SideStream, device_memory, kind_of, own_device
 from spartito.errors import UserError
 from tests import simulated
 from tests.commands import commands_in
@@ -26,7 +26,7 @@ from tests import simulated
 
 simulated.register()
 from spartito.accelerators import (
-    HostCopy, SideStream, device_memory, kind_of, own_device, random_states
+    SideStream, device_memory, kind_of, own_device, random_states
 )
 from spartito.errors import UserError
 
@@ -52,9 +52,7 @@ x = torch.arange(4.0, device="sim")
 with simulated.counting() as counts:
     with SideStream().beside(x.device):
         y = x + 1
-    copy = HostCopy(y)
-    y.zero_()
-    found["copy"] = copy.values().tolist()
+    found["beside"] = y.tolist()
 found["counts"] = [counts[kind] for kind in ("reads", "copies to host", "bytes to host")]
 kind = kind_of("sim")
 found["kind"] = [kind.has_memory, kind.has_doubles, kind.fuses]
@@ -82,7 +80,7 @@ def test_tasks_get_devices_of_their_own(tmp_path: Path) -> None:
     assert "numbered from 0 to 1" in found["absent"]
     assert "this machine has none that torch can use" in found["none"]
     assert "2 sim devices" in found["none"]
-    assert found["copy"] == [1.0, 2.0, 3.0, 4.0]
+    assert found["beside"] == [1.0, 2.0, 3.0, 4.0]
     assert found["counts"] == [0, 1, 16]
     assert found["kind"] == [True, True, True]
     assert found["memory"] is None  # torch does not tell
@@ -148,7 +146,6 @@ def test_a_job_shares_devices_or_mixes_them_only_when_asked(tmp_path: Path) -> N
 def test_the_cpu_needs_no_copies_and_no_streams() -> None:
     x, kind = torch.ones(3), kind_of("cpu")
     assert not kind.has_memory
-    assert HostCopy(x).values() is x
     assert device_memory(x.device) is None
     with SideStream().beside(x.device):
         assert (x + 1).tolist() == [2, 2, 2]

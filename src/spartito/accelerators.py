@@ -385,33 +385,6 @@ def set_generator_states(device: torch.device, states: Sequence[Tensor]) -> None
         _put(device, states[1])
 
 
-class HostCopy:
-    """The values of a tensor in the host's memory, some time after it was asked for them.
-
-    Nobody waits for the device before they are looked at.
-
-    Args:
-        tensor: On any device; what is written into it afterwards does not count.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        kind = kind_of(tensor.device)
-        self._values, self._done = tensor, None
-        if kind.has_memory and kind.pins and kind.has_streams:
-            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._values.copy_(tensor, non_blocking=True)
-            self._done = torch.Event(tensor.device)
-            self._done.record()
-        elif kind.has_memory:
-            self._values = tensor.to("cpu")
-
-    def values(self) -> Tensor:
-        """The values; by the step after, they are there."""
-        if self._done is not None:
-            self._done.synchronize()
-        return self._values
-
-
 class SideStream:
     """Work that runs on a device beside what the caller has it do; on others it is done at once."""
 

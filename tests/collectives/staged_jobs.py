@@ -9,6 +9,7 @@ from torch import Tensor
 
 from spartito.accelerators import own_device
 from spartito.cluster.resolver import resolve
+from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import Rendezvous
 from spartito.collectives.staged import StagedCollective, on_host
 from spartito.errors import SpartitoError
@@ -21,7 +22,7 @@ def operations(communication: str) -> dict[str, Any]:
     with Rendezvous(cluster, device, communication=communication) as rendezvous:
         group = rendezvous.group()
         assert isinstance(group, StagedCollective)
-        found = {kind: _each(group, kind) for kind in (device, torch.device("cpu"))}
+        found = {kind: made_by(group, kind) for kind in (device, torch.device("cpu"))}
         there, here = found.values()
         try:
             on_host(group).all_reduce(torch.ones(3, device=device))
@@ -31,7 +32,7 @@ def operations(communication: str) -> dict[str, Any]:
     return {"there": there, "here": here, "refusal": refusal, "host": type(group.host).__name__}
 
 
-def _each(group: StagedCollective, device: torch.device) -> dict[str, list[Any]]:
+def made_by(group: Collective, device: torch.device) -> dict[str, list[Any]]:
     """What each operation makes, as lists; it is where its tensor was."""
     rank, size = group.rank, group.world_size
 

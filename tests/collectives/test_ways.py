@@ -29,8 +29,8 @@ BY_MEMORY, BY_SOCKETS = Way(None, True, True), Way(None, False, True)
         ([CPU, CPU], "sockets", False, Way(None, False, False)),
         ([CPU, CPU], "ddp", False, Way("cpu", False, False)),
         ([CPU, CPU], THROUGH_HOST, False, Way(None, True, False)),
-        ([GPU, GPU], "auto", False, Way("cuda", False, False)),
-        ([GPU, GPU], "process_group", False, Way("cuda", False, False)),
+        ([GPU, GPU], "auto", False, Way("cuda", True, False)),
+        ([GPU, GPU], "process_group", False, Way("cuda", True, False)),
         ([GPU, GPU], "sockets", False, BY_SOCKETS),
         ([GPU, GPU], "auto", True, BY_MEMORY),  # NCCL's groups end with a task
         ([GPU, GPU], THROUGH_HOST, False, BY_MEMORY),

@@ -329,27 +329,38 @@ def test_the_collectives_that_are_described_are_those_that_come(replicas: Replic
         assert came[0] > 0
 
 
-def penalized() -> str:
-    """The error of a step whose loss has a penalty over the parameters outside of the model."""
-    with sp.MeshStrategy() as strategy:
-        net = mlp()
-        strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+def penalized(fits: bool = False) -> str:
+    """The error of a loss that has a penalty over the parameters outside of the model."""
+    net = mlp()
 
-        def loss(output: Tensor, target: Tensor) -> Tensor:
-            penalty = sum(p.square().sum() for p in net.parameters())
-            return nn.functional.cross_entropy(output, target) + penalty
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        penalty = sum(p.square().sum() for p in net.parameters())
+        return nn.functional.cross_entropy(output, target) + penalty
 
-        try:
-            for batch in strategy.distribute(sp.data.arrays(*blobs(8)).batch(8)):
+    data = sp.data.arrays(*blobs(8)).batch(8)
+    try:
+        with sp.MeshStrategy() as strategy:
+            optimizer = torch.optim.SGD(net.parameters(), 0.1)
+            if fits:
+                trainer = sp.Trainer(net, optimizer=optimizer, loss=loss, strategy=strategy)
+                trainer.fit(data, epochs=2, verbose=0)
+                return "two epochs"
+            strategy.prepare(net, optimizer)
+            for batch in strategy.distribute(data):
                 strategy.step(batch, loss)
-        except sp.UserError as error:
-            return str(error)
-        return ""
+    except sp.UserError as error:
+        return str(error)
+    return ""
 
 
-def test_a_penalty_that_sees_one_tasks_shards_is_refused(replicas: Replicas) -> None:
-    for found in replicas(penalized, 2):
-        assert "the tasks of one model have different losses" in found
+@pytest.mark.parametrize("fits", [False, True], ids=["own-loop", "fit"])
+def test_a_penalty_that_sees_one_tasks_shards_is_refused(
+    replicas: Replicas, accelerator_groups: Replicas, fits: bool
+) -> None:
+    """On devices where replicas are compared: nobody waits for the losses of a step."""
+    for pool in (replicas, accelerator_groups):
+        for found in pool(penalized, 2, fits):
+            assert "the tasks of one model have different losses" in found
 
 
 def moving() -> list[str]:

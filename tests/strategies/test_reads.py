@@ -47,24 +47,61 @@ def test_who_looks_reads(accelerators: Replicas, replicas: Replicas) -> None:
 
 BY_GROUP: list[tuple[Case, float, int]] = [
     (("one_device", 1, {}), 0, 0),
-    (("mirrored", 2, {}), 1, 0),  # of all weights and losses, for which nobody waits
-    (("multi_worker_mirrored", 2, {}), 1, 0),
-    (("tpu", 2, {}), 1, 0),
-    (("sharded", 3, {"zero": 1}), 5, 0),
-    (("sharded", 2, {}), 6, 1),
-    (("sharded", 3, {"communication": "fsdp", "block_bytes": 100}), 3, 1),
-    (("mesh", 2, {"model": 2}), 5, 1),
-    (("pipeline", 2, {"microbatches": 3}), 9, 9),
-    (("local_sgd", 3, {"groups": [[0, 2], [1]], "every": 3}), 5.4, 0),
+    (("mirrored", 2, {}), 0, 0),
+    (("mirrored", 2, {"communication": "process_group"}), 0, 0),
+    (("multi_worker_mirrored", 2, {}), 0, 0),
+    (("tpu", 2, {}), 0, 0),
+    (("sharded", 3, {"zero": 1}), 0, 0),
+    (("sharded", 2, {}), 0, 0),
+    (("sharded", 3, {"communication": "fsdp", "block_bytes": 100}), 0, 0),
+    (("mesh", 2, {"model": 2}), 0, 0),
+    (("mesh", 4, {"mesh": {"data": 2, "model": 2}, "zero": 1}), 0, 0),
+    (("pipeline", 2, {"microbatches": 3}), 3, 3),
+    (("local_sgd", 3, {"groups": [[0, 2], [1]], "every": 3}), 1, 0),
 ]
 """Strategies whose devices a process group joins; how often a step may bring something to the host,
-and an evaluation for each further batch. Each meeting of our own does so once, as all check that
-they are in the same call; the messages of a pipeline go through the host."""
+and an evaluation for each further batch. What the host has to know goes by a group of the host.
+
+`pipeline` sends what crosses between its stages, one tensor a microbatch here, through the host:
+each is a copy. `local_sgd` reads three times at a meeting of its groups, here after every third
+update: that the replicas of a group are equal, before the merged values replace theirs, and how far
+the groups have moved, which they tell each other. Between meetings it reads nothing.
+"""
 THROUGH_HOST: list[Case] = [
     ("central_storage", 2, {}),
     ("parameter_server", 2, {"max_staleness": 0}),
 ]
 """Strategies that keep the parameters in the host's memory."""
+STAGED: list[Case] = [
+    ("mirrored", 2, {}),
+    ("sharded", 2, {}),
+    ("mesh", 2, {"model": 2}),
+]
+"""Strategies whose devices no process group joins, as tasks share them: what is summed is copied to
+the host, and that is counted apart from reads."""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"accumulate": 2, "clip_norm": 0.5},
+        {"classes": True},
+        {"precision": "bf16"},
+        {"deterministic": True},
+    ],
+    ids=["accumulate-clip", "class-weights", "bf16", "deterministic"],
+)
+@pytest.mark.parametrize(
+    "case",
+    [("mirrored", 2, {}), ("sharded", 2, {}), ("mesh", 2, {"model": 2})],
+    ids=["mirrored", "sharded", "mesh"],
+)
+def test_a_step_of_several_tasks_reads_nothing(
+    accelerator_groups: Replicas, case: Case, settings: dict[str, Any]
+) -> None:
+    name, tasks, options = case
+    found = accelerator_groups(jobs.reads_per_step, tasks, name, options, settings)
+    assert found == [0.0] * tasks
 
 
 @pytest.mark.parametrize(
@@ -78,6 +115,7 @@ def test_no_parameters_pass_through_the_host(
         assert found["reads"] + found["copies to host"] <= step
         assert found["bytes to host"] < found["parameters"] / 4
         assert found["waits of an evaluation"] <= look
+        assert found["waits of a pass"] <= 1 + 3 * look
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=named(case)) for case in THROUGH_HOST])
@@ -91,6 +129,16 @@ def test_parameters_cross_once_where_the_host_keeps_them(
         assert found["bytes to host"] < found["parameters"] * 1.25
         assert found["bytes to device"] < found["parameters"] * 1.25
         assert found["waits of an evaluation"] == 0
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=named(case)) for case in STAGED])
+def test_what_goes_through_the_host_is_copied_and_little_read(
+    accelerators: Replicas, case: Case
+) -> None:
+    name, tasks, options = case
+    for found in accelerators(jobs.costs_per_step, tasks, name, options):
+        assert found["copies to host"] > 0
+        assert found["reads"] <= 1
 
 
 @pytest.mark.parametrize("ignored", [-100, 0])

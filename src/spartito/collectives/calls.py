@@ -1,6 +1,6 @@
 """Call tags: every exchange between replicas carries the call that it is part of, in one number.
 
-    | purpose 5 bits | operation 4 | dtype 5 | index 10 | elements 39 |
+    | purpose 5 bits | operation 4 | dtype 5 | index 10 | of the CPU 1 | elements 38 |
 
 Replicas compare the tags as they synchronize, which costs no exchange of its own. Each can read the
 other's number, so that the error names both tasks and both calls.
@@ -8,6 +8,8 @@ other's number, so that the error names both tasks and both calls.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -66,7 +68,9 @@ _OPERATION = {name: code for code, name in enumerate(OPERATIONS)}
 _PURPOSE = {name: code for code, name in enumerate(PURPOSES)}
 _DTYPE = {dtype: code for code, dtype in enumerate(DTYPES)}
 _OTHER = 31  # a dtype that is not in the table
-_NUMEL, _INDEX = (1 << 39) - 1, (1 << 10) - 1
+_NUMEL, _INDEX = (1 << 38) - 1, (1 << 10) - 1
+OF_CPU = 1 << 38
+"""In the number of a call: it moves tensors of the CPU, in a group that works on a device."""
 
 
 def code_of(dtype: torch.dtype | None) -> int:
@@ -94,6 +98,7 @@ def describe(tag: int) -> str:
     index, numel = tag >> 39 & _INDEX, tag & _NUMEL
     dtype = str(dtype_of(code) or "").removeprefix("torch.")
     size = f" of {numel} {dtype or 'elements'}" if numel or dtype else ""
+    size += " of the CPU" if tag & OF_CPU else ""
     which = f" from rank {index}" if operation == "broadcast" else f" by reducer {index}"
     purpose = PURPOSES[tag >> 58]
     return f"{operation}{size}{which if index else ''}{f' [{purpose}]' if purpose else ''}"
@@ -118,6 +123,16 @@ class CurrentCall:
     def call(self, tag: int) -> _Call:
         """A block at the call of this number; one inside of another is a part of it."""
         return _Call(self, tag)
+
+    @contextmanager
+    def marked(self, mark: int) -> Generator[None]:
+        """A block in which ``mark`` is part of the call that runs."""
+        before = self.tag
+        self.tag |= mark
+        try:
+            yield
+        finally:
+            self.tag = before
 
     def during(self, purpose: str) -> _During:
         """For a block, calls are for ``purpose``, unless they are for something already."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Protocol
 
 import torch
@@ -14,6 +15,8 @@ from spartito.collectives.calls import CurrentCall, code_of, dtype_of, encode, m
 from spartito.errors import SpartitoError, UserError
 from spartito.waiting import Waiting
 
+Number = float | Tensor
+"""A number that the host knows, or a 0-d tensor on the device that nobody waits for."""
 Piggybacked = tuple[float, ...]
 MAX_PIGGYBACKED = 24
 """How many may ride along."""
@@ -436,6 +439,19 @@ def added(rows: Tensor) -> Tensor:
 def add_piggybacked(parts: Sequence[Piggybacked]) -> Piggybacked:
     """The sum of each piggybacked scalar over the replicas, in rank order."""
     return tuple(map(sum, zip(*parts, strict=True)))
+
+
+def scale_of(weight: float, loss_divisor: float) -> float:
+    """What makes gradients that were divided by ``loss_divisor`` the mean over their weight.
+
+    Args:
+        weight: Of all replicas; NaN where only devices know that of one.
+        loss_divisor: What their backward passes divided by.
+
+    Returns:
+        The factor; 1.0 where nothing came, or where it is the device's.
+    """
+    return loss_divisor / weight if weight and not isnan(weight) else 1.0
 
 
 def left() -> UserError:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from math import isnan, nan
 from typing import Any
 
 import torch
@@ -18,18 +20,20 @@ import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from spartito.accelerators import HostCopy, group_backend
-from spartito.collectives.calls import encode
+from spartito.accelerators import group_backend
+from spartito.collectives.calls import OF_CPU, CurrentCall, encode
 from spartito.collectives.collective import (
     HALF,
     MAX_PIGGYBACKED,
     Collective,
+    Number,
     Piggybacked,
     Reducer,
     Traffic,
     add_piggybacked,
     added,
     left,
+    scale_of,
 )
 from spartito.collectives.liveness import GRACE, LivenessCheck
 from spartito.collectives.store import Membership
@@ -92,6 +96,10 @@ class ProcessGroupCollective(Collective):
     Errors of the backend name no rank: tasks that live sign in at the store, and those that do
     not are named.
 
+    Where it moves tensors of a device, the same tasks have a group of the host beside it. All that
+    the host has to know goes there: who is at which call, what rides along, tensors of a CPU. So a
+    call that moves a device's tensors is asked for and not waited for.
+
     Args:
         group: The tasks.
         device: Where its tensors are: the backend is that which torch has for it.
@@ -100,6 +108,7 @@ class ProcessGroupCollective(Collective):
         ranks: The ranks of the tasks in the default process group, which has to exist; None makes
             the default one.
         name: Of the group, by which its tasks find each other there.
+        host: The same tasks, for the host's memory; None where the backend moves that itself.
     """
 
     process_group: dist.ProcessGroup
@@ -113,14 +122,20 @@ class ProcessGroupCollective(Collective):
         address: str | None = None,
         ranks: Sequence[int] | None = None,
         name: str = "",
+        host: Collective | None = None,
     ) -> None:
         super().__init__()
         self.rank = group.rank
         self.world_size = group.size
         self.names = group.names
+        self.host = host
         self._liveness = LivenessCheck(group)
         self._half, self._limit = HalfTime(group.timeout), group.timeout
         self.waiting = Waiting(self.rank, group.names)
+        if host is not None:
+            host.traffic, host.moved = self.traffic, lambda: self.moved()
+            self.waiting = host.waiting
+            self.follow(self.current_call)
         self._device = torch.device(device.type)
         self._sent: dict[tuple[int, int], tuple[dist.Work, Tensor]] = {}
         limit = timedelta(seconds=group.timeout)
@@ -153,7 +168,6 @@ class ProcessGroupCollective(Collective):
         # torch calls the object of Python for as long as the group lives, and does not keep it.
         self._store: dist.Store | None = for_torch(group.under("group").store, group.timeout)
         self._joined = True
-        self._unverified: Scalars | None = None
         group.ask(join, group.timeout + 2 * GRACE)  # the error itself takes a while to name a task
         install_excepthook()  # torch has put its own before ours, which drops the exit code
 
@@ -173,6 +187,14 @@ class ProcessGroupCollective(Collective):
             backend = self.process_group._get_backend(self._device)
             backend._set_default_timeout(timedelta(seconds=seconds))
             self._limit = seconds
+            if self.host is not None:
+                self.host.timeout = seconds
+
+    def follow(self, current_call: CurrentCall) -> None:
+        """As `Collective.follow`."""
+        super().follow(current_call)
+        if self.host is not None:
+            self.host.follow(current_call)
 
     def send(self, tensor: Tensor, target: int, tag: int) -> None:
         """Leave a copy of ``tensor`` for rank ``target``, without waiting for it.
@@ -192,9 +214,15 @@ class ProcessGroupCollective(Collective):
             self.process_group.recv([movable(tensor)], source, tag).wait()
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
+        if self.host is not None and tensor.is_cpu:
+            with self._on_host() as host:
+                return host.all_reduce(tensor)
         return self._in_place(tensor, lambda flat: dist.all_reduce(flat, group=self.process_group))
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        if self.host is not None and tensor.is_cpu:
+            with self._on_host() as host:
+                return host.all_gather(tensor)
         self.synchronize()
         source = self._here(tensor)
         parts = [torch.empty_like(source) for _ in range(self.world_size)]
@@ -206,6 +234,9 @@ class ProcessGroupCollective(Collective):
         return added(self._all_to_all(rows))
 
     def _all_to_all(self, rows: Tensor) -> Tensor:
+        if self.host is not None and rows.is_cpu:
+            with self._on_host() as host:
+                return host.all_to_all(rows)
         self.synchronize()
         out = self._here(rows)
         came = torch.empty_like(out)
@@ -214,6 +245,10 @@ class ProcessGroupCollective(Collective):
         return came.to(rows.device)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        if self.host is not None and tensor.is_cpu:
+            with self._on_host() as host:
+                return host.broadcast(tensor, source)
+
         def call(flat: Tensor) -> object:
             return dist.broadcast(movable(flat), group=self.process_group, group_src=source)
 
@@ -223,6 +258,9 @@ class ProcessGroupCollective(Collective):
         self.synchronize()
 
     def _reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
+        if self.host is not None and device.type == "cpu":
+            with self._on_host() as host:
+                return host.reducer(numel, dtype, device)
         self.synchronize()
         return ProcessGroupReducer(self, torch.zeros(numel, dtype=dtype, device=device))
 
@@ -234,48 +272,88 @@ class ProcessGroupCollective(Collective):
         """
         if not self._joined:
             raise left()
+        if self.host is None:
+            return add_piggybacked(self._met(piggybacked))
+        with self._on_host(0) as host:
+            if not piggybacked:
+                host.barrier()
+                return ()
+            return tuple(host.all_reduce(torch.tensor(piggybacked, dtype=torch.float64)).tolist())
+
+    def gather_scalars(self, numbers: Sequence[Number]) -> Scalars:
+        """The ``numbers`` of all replicas, of which those of a device are not waited for."""
+        with self.current_call.call(_SCALARS):
+            if self.host is None:
+                rows = self._met([float(each) for each in numbers])
+                return Scalars(add_piggybacked(rows), rows)
+            own = torch.tensor([unless_there(each) for each in numbers], dtype=torch.float64)
+            with self._on_host() as host:
+                rows = [tuple(part.tolist()) for part in host.all_gather(own)]
+            return Scalars(self.sums(numbers, add_piggybacked(rows)), rows)
+
+    def sums(self, numbers: Sequence[Number], on_host: Sequence[float]) -> list[Number]:
+        """The sum of each number; those that only devices know are added up there.
+
+        Args:
+            numbers: As many on each task, once all have met.
+            on_host: The sums of what `unless_there` gives for them, and perhaps more.
+
+        Returns:
+            Numbers of the host, and scalars in fp64 for which nobody waits.
+        """
+        there = [each for each, total in zip(numbers, on_host, strict=False) if isnan(total)]
+        found = iter(self.gather_there(there).sum(0).unbind() if there else ())
+        return [
+            next(found) if isnan(total) else total
+            for _, total in zip(numbers, on_host, strict=False)
+        ]
+
+    def gather_there(self, numbers: Sequence[Number]) -> Tensor:
+        """The numbers of all tasks on the device, for which nobody waits.
+
+        Args:
+            numbers: As many on each task, once all have met.
+
+        Returns:
+            ``(world_size, len(numbers))`` in fp64.
+        """
+        own = torch.zeros(len(numbers), dtype=torch.float64, device=self._device)
+        for slot, each in zip(own, numbers, strict=True):
+            slot.copy_(each) if isinstance(each, Tensor) else slot.fill_(each)
+        parts = [torch.empty_like(own) for _ in range(self.world_size)]
+        with self._named():
+            dist.all_gather([*map(movable, parts)], movable(own), self.process_group)
+        return torch.stack(parts)
+
+    def _met(self, numbers: Sequence[float]) -> list[Piggybacked]:
+        """The numbers of each replica, once all have come to the same call."""
         own = torch.zeros(1 + MAX_PIGGYBACKED, dtype=torch.float64)
-        self._verify()
-        own[1 : 1 + len(piggybacked)] = torch.tensor(piggybacked, dtype=torch.float64)
+        own[1 : 1 + len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
         own.view(torch.int64)[0] = self.current_call.tag
-        source = own.view(torch.int64).to(self._device)
+        source = own.view(torch.int64)
         heads = [torch.empty_like(source) for _ in range(self.world_size)]
         with self._named():
             dist.all_gather(heads, source, self.process_group)
-        came = torch.stack(heads).cpu()
+        came = torch.stack(heads)
         for peer, word in enumerate(came[:, 0].tolist()):
             self._compare(peer, word)
-        brought = came.view(torch.float64)[:, 1 : 1 + len(piggybacked)].tolist()
-        return add_piggybacked([tuple(each) for each in brought])
+        return [tuple(row) for row in came.view(torch.float64)[:, 1 : 1 + len(numbers)].tolist()]
 
-    def gather_scalars(self, numbers: Sequence[float | Tensor]) -> Scalars:
-        """The ``numbers`` of all replicas, without waiting for them.
+    @contextmanager
+    def _on_host(self, mark: int = OF_CPU) -> Generator[Collective]:
+        """The host's group; those who wait for the device hear why it failed.
 
-        Who meets us in another call is found out in our next one.
+        A call that ``mark`` is part of is another one than that of the device's tensors.
         """
-        own = torch.zeros(1 + MAX_PIGGYBACKED, dtype=torch.float64)
-        fixed = [0.0 if isinstance(each, Tensor) else each for each in numbers]
-        own[1 : 1 + len(numbers)] = torch.tensor(fixed, dtype=torch.float64)
-        with self.current_call.call(_SCALARS):
-            tag = self.current_call.tag
-        own.view(torch.int64)[0] = tag
-        source = own.to(self._device, non_blocking=True)
-        for offset, each in enumerate(numbers, 1):
-            if isinstance(each, Tensor):
-                source[offset] = each
-        heads = [torch.empty_like(source.view(torch.int64)) for _ in range(self.world_size)]
-        self._verify()
-        with self._named():
-            dist.all_gather(heads, source.view(torch.int64), self.process_group)
-        self._unverified = Scalars(torch.stack(heads), len(numbers), tag)
-        return self._unverified
-
-    def _verify(self) -> None:
-        """Compare the calls in which replicas have met in `gather_scalars` before."""
-        before, self._unverified = self._unverified, None
-        if before is not None:
-            for peer, tag in enumerate(before.tags()):
-                self._compare(peer, tag, before.tag)
+        assert self.host is not None
+        if not self._joined:
+            raise left()
+        try:
+            with self.current_call.marked(mark):
+                yield self.host
+        except SpartitoError as error:
+            self._liveness.leave(error, self.close)
+            raise
 
     def sum(self, tensor: Tensor) -> None:
         """Sum one block over the replicas, in place, after a `synchronize`."""
@@ -285,6 +363,8 @@ class ProcessGroupCollective(Collective):
 
     def summing(self, *tensors: Tensor) -> Callable[[], None]:
         """As `Collective.summing`, once all have met; 16-bit numbers are summed in fp32."""
+        if self.host is not None and all(tensor.is_cpu for tensor in tensors):
+            return self.host.summing(*tensors)
 
         def run() -> None:
             for tensor in tensors:
@@ -294,6 +374,8 @@ class ProcessGroupCollective(Collective):
 
     def gathering(self, tensor: Tensor) -> Callable[[], list[Tensor]]:
         """As `Collective.gathering`, once all have met."""
+        if self.host is not None and tensor.is_cpu:
+            return self.host.gathering(tensor)
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
 
         def run() -> list[Tensor]:
@@ -345,8 +427,17 @@ class ProcessGroupCollective(Collective):
         self.__dict__.pop("process_group", None)  # it holds the store, and so the job's address
         self._liveness.close()
         self._half.close()
+        if self.host is not None:
+            self.host.close()
+
+    def heartbeat(self) -> None:
+        """As `Collective.heartbeat`."""
+        if self.host is not None:
+            self.host.heartbeat()
 
     def abort(self, error: SpartitoError) -> None:
+        if self.host is not None:
+            self.host.abort(error)
         self._liveness.leave(error, self.close)
 
     def _here(self, tensor: Tensor) -> Tensor:
@@ -378,24 +469,35 @@ def movable(block: Tensor) -> Tensor:
     return block if block.dtype in MOVED else block.view(-1).view(torch.uint8)
 
 
+def works_there(group: Collective) -> ProcessGroupCollective | None:
+    """The group, where it moves tensors of a device there, and has the host know nothing of them.
+
+    Args:
+        group: Of any kind.
+
+    Returns:
+        None for one that goes by the host's memory.
+    """
+    is_there = isinstance(group, ProcessGroupCollective) and group.host is not None
+    return group if is_there else None  # type: ignore[return-value]
+
+
+def unless_there(number: Number) -> float:
+    """A number as the host knows it; NaN for one of a device."""
+    return nan if isinstance(number, Tensor) else number
+
+
+@dataclass(frozen=True, slots=True)
 class Scalars:
-    """A few numbers of each replica: their sums on the device, the rows on the host later."""
+    """A few numbers of each replica.
 
-    def __init__(self, came: Tensor, count: int, tag: int) -> None:
-        self.tag = tag
-        numbers = came.view(torch.float64)[:, 1 : 1 + count]
-        self.sums = numbers.sum(0).unbind()
-        self._count = count
-        self._host = HostCopy(came)
+    Attributes:
+        sums: Over the replicas; of what a device alone knows they are there.
+        rows: The numbers of each, with NaN for those.
+    """
 
-    def tags(self) -> list[int]:
-        """The call in which each replica was."""
-        return [row[0] for row in self._host.values().tolist()]
-
-    def rows(self) -> list[tuple[float, ...]]:
-        """The numbers of each replica."""
-        numbers = self._host.values().view(torch.float64)[:, 1 : 1 + self._count]
-        return [tuple(row) for row in numbers.tolist()]
+    sums: Sequence[Number]
+    rows: Sequence[Piggybacked]
 
 
 class _Named:
@@ -428,6 +530,6 @@ class ProcessGroupReducer:
         total = self._group.synchronize(piggybacked)
         if self.input.numel():
             self._group.sum(self.input)
-        if total[0] and total[0] != loss_divisor:
-            self.output.mul_(loss_divisor / total[0])
+        if (factor := scale_of(total[0], loss_divisor)) != 1.0:
+            self.output.mul_(factor)
         return total

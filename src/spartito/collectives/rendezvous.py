@@ -47,6 +47,7 @@ from spartito.heartbeat import CONNECT, RECOVER, during, in_generation, keep_fil
 from spartito.names import nearest
 from spartito.system import host_key, shares_memory
 from spartito.system.capacity import cgroup_quota
+from spartito.wire.addresses import Endpoint
 from spartito.wire.interfaces import interface_of
 from spartito.wire.secret import check_secrets, fingerprint, read_secret
 
@@ -331,7 +332,8 @@ class Rendezvous:
             check_devices({name: task.device for name, task in named.items()})
             hosts = [task.host for task in tasks]
             self._way = self._way_of(compared([task.device for task in tasks], hosts))
-            if self._way.shares_memory and self.generation == 0:
+            by_torch = self._way.group is not None
+            if self._way.shares_memory and not by_torch and self.generation == 0:
                 note_sockets(self.cluster)
             if not self._way.shares_memory or len({task.host for task in tasks}) > 1:
                 check_secrets({name: task.secret for name, task in named.items()})
@@ -372,15 +374,41 @@ class Rendezvous:
     ) -> Collective:
         """The group of several tasks that moves what the way of the job can."""
         group = self._member(self._store, ranks).under(f"group/{name}/{ranks[0]}")
-        if self._way.group is not None and not (beside and self._way.group != "cpu"):
-            return self._process_group(group, name, None if name == WORLD else ranks)
+        if self._way.group is None or (beside and self._way.group != "cpu"):
+            return self._by_host(group, ranks, tasks, beside)
+        if name != WORLD:
+            self.group()  # torch makes other groups out of the one of all
+        host = None
+        if self._way.group != "cpu":
+            host = self._by_host(group.under("host"), ranks, tasks, beside)
+        try:
+            return self._process_group(group, name, None if name == WORLD else ranks, host)
+        except BaseException:
+            if host is not None:
+                host.close()
+            raise
+
+    def _by_host(
+        self,
+        group: Membership,
+        ranks: tuple[int, ...],
+        tasks: Sequence[TaskInfo],
+        beside: bool,
+    ) -> Collective:
+        """The group of several tasks that moves the host's memory."""
         placement = Placement.of([tasks[rank].host for rank in ranks])
         shares = self._way.shares_memory and not beside
         if shares and len(placement.machines) == 1:
             return SharedMemoryCollective(group, self._spins)
         if shares and placement.is_layered:
             return self._hierarchical(group, placement)
-        return SocketCollective(group, peer_endpoint(self.cluster), job_key(self.cluster))
+        return SocketCollective(group, self._endpoint, job_key(self.cluster))
+
+    @property
+    def _endpoint(self) -> Endpoint:
+        """Where this task listens for the sockets of a group, as the doctor says it does."""
+        by_torch = self._way.group is not None
+        return group_endpoint(self.cluster) if by_torch else peer_endpoint(self.cluster)
 
     @cached_property
     def _spins(self) -> bool:
@@ -402,22 +430,20 @@ class Rendezvous:
         def meet_leaders() -> Collective:
             names = [group.names[leader] for leader in placement.leaders]
             leaders = replace(group, rank=machine, names=names)
-            return SocketCollective(leaders, peer_endpoint(self.cluster), job_key(self.cluster))
+            return SocketCollective(leaders, self._endpoint, job_key(self.cluster))
 
         return HierarchicalCollective(group.rank, group.names, placement, inside, meet_leaders)
 
     def _process_group(
-        self, group: Membership, name: str, ranks: Sequence[int] | None
+        self, group: Membership, name: str, ranks: Sequence[int] | None, host: Collective | None
     ) -> Collective:
-        if ranks is not None:
-            self.group()  # torch makes other groups out of the one of all
         endpoint = group_endpoint(self.cluster)
         device = torch.device(self._way.group or "cpu")
         if interface := chosen_interface():
             go_over(device.type, interface_of(interface))
         if device.type == "cpu":
             check_connections(group.under("ways"), endpoint, job_key(self.cluster))
-        return ProcessGroupCollective(group, device, endpoint.host, ranks, name)
+        return ProcessGroupCollective(group, device, endpoint.host, ranks, name, host)
 
     @property
     def _own_device(self) -> DeviceOfTask:

@@ -2,7 +2,8 @@
 
 =================================== ======================================================
 CPUs                                shared memory, sockets; gloo where that is asked for
-accelerators, one for each task     torch's process group for them, as NCCL
+accelerators, one for each task     torch's process group for them, as NCCL, and what the host
+                                    has to know as between CPUs
 accelerators that tasks share,      as between CPUs, through the host's memory
 that torch has no process group
 for, or of several kinds; or where
@@ -90,7 +91,7 @@ def way_of(devices: Sequence[DeviceOfTask], communication: str, recovers: bool) 
     alone = len(types) == 1 and not any(device.is_shared for device in devices)
     (first, *_) = types
     if alone and not recovers and group_backend(first) and communication not in BY_HOST:
-        return Way(first, False, False)
+        return Way(first, True, False)
     if asks:
         return Way("cpu", False, not all(map(gloo_takes, types)))
     return Way(None, communication != "sockets", True)

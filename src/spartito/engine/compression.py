@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from spartito.collectives.collective import Collective, Piggybacked
+from spartito.collectives.collective import Collective, Piggybacked, scale_of
 from spartito.collectives.standing_sum import Work, standing_sum
 from spartito.engine import codes
 from spartito.engine.codes import Code, Quantized, TopK
@@ -497,6 +497,6 @@ class CompressedReducer(CompressedSum):
         """As `Reducer.reduce`."""
         total = self._scalars.reduce(piggybacked, loss_divisor)
         self.run()
-        if total[0] and total[0] != loss_divisor:
-            self.output.mul_(loss_divisor / total[0])
+        if (factor := scale_of(total[0], loss_divisor)) != 1.0:
+            self.output.mul_(factor)
         return total

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from operator import add
 from typing import Any, cast
 from weakref import WeakMethod, ref
 
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 
 from spartito.accelerators import SideStream, kind_of
 from spartito.collectives.collective import Piggybacked, add_piggybacked
-from spartito.collectives.process_group import ProcessGroupCollective, Scalars
+from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.engine.compression import Compression, Whole
 from spartito.engine.gradient_edits import rewriting
 from spartito.engine.gradients import PackedGradients, different_batches, quotient, scale_gradients
@@ -184,7 +183,6 @@ class OverlappedGradients(PackedGradients):
         self.shares = False
         """Whether other optimizers have some of these parameters."""
         self._is_measured = self._gave_up = False
-        self._earlier: Scalars | None = None
         super().__init__(optimizer, collective, compression=compression)
 
     def begin(self, loss_divisor: float) -> float:
@@ -238,29 +236,18 @@ class OverlappedGradients(PackedGradients):
                 super()._plan()
             weight, loss, others = super().reduce(piggybacked)
             self._is_measured = True
-            return weight, loss, tuple(map(add, others, self._others(None, len(others))))
+            return weight, loss, others
         self._model.check_complete()
-        mine = float(self._collective.rank == 0) if self.normalized else self.weight
-        came = self._collective.gather_scalars((self.loss_divisor, mine, self.loss, *piggybacked))
+        own = self._weighed
+        came = self._collective.gather_scalars(
+            (self.loss_divisor, own.weight, own.loss, *piggybacked)
+        )
+        if len({row[0] for row in came.rows}) > 1:
+            raise different_batches(self.loss_divisor)
         _, weight, loss, *_ = came.sums
         world = self._collective.world_size
         scale_gradients(self.parameters, quotient(self.loss_divisor * world, weight))
-        return weight, loss, self._others(came, len(piggybacked))
-
-    def _others(self, came: Scalars | None, count: int) -> Piggybacked:
-        """The sums of the piggybacked scalars of the exchange before: so nobody waits for this one.
-
-        More than one comes in deterministic training only, which compares them at once.
-        """
-        earlier, self._earlier = self._earlier, came
-        if count > 1 and came is not None:
-            earlier, self._earlier = came, None
-        if earlier is None:
-            return (0.0,) * count
-        rows = earlier.rows()
-        if len({row[0] for row in rows}) > 1:
-            raise different_batches(rows[self._collective.rank][0])
-        return add_piggybacked([row[3:] for row in rows])
+        return weight, loss, add_piggybacked([row[3:] for row in came.rows])
 
     def clear(self) -> None:
         """As `Gradients.clear`; then DDP takes over, with what the first update has shown."""

@@ -148,8 +148,13 @@ class DividedUpdates(PackedGradients):
     def norm(self) -> Tensor:
         """The L2 norm of the reduced gradients of all replicas; they meet for it."""
         own = [grad for _, grad in self.own_gradients()]
-        square = torch.nn.utils.get_total_norm(own).double().square()
+        square = torch.nn.utils.get_total_norm(own).to(self._where).double().square()
         return self.sum(square.view(1)).sqrt()[0]
+
+    @property
+    def _where(self) -> torch.device:
+        """Where the gradients of one's own elements are, also of those who have none."""
+        return torch.device("cpu")
 
     def clip(self, norm: float, total: Tensor) -> None:
         scale = torch.clamp(norm / (total + 1e-6), max=1.0)

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from math import isnan
 from operator import is_
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 
 from spartito.accelerators import wide
 from spartito.collectives.collective import Collective, Piggybacked, Reducer
+from spartito.collectives.process_group import unless_there, works_there
 from spartito.engine.compression import CompressedReducer, Compression, Whole
 from spartito.engine.fused_update import is_bare
 from spartito.engine.host_reads import Number
@@ -364,8 +366,8 @@ class PackedGradients(Gradients):
         packed = self._learning()
         # Who had no rows has no gradient either; that says nothing about the model.
         absent = sum(parameter.grad is None for parameter in packed) if self.counts else 0
-        weight = float(self._collective.rank == 0) if self.normalized else float(self.weight)
-        brought = (weight, float(self.loss), *piggybacked, float(absent), self.loss_divisor)
+        own = self._weighed
+        brought = (*own.on_host, *piggybacked, float(absent), self.loss_divisor)
         for pack in self._packs:
             pack.fill()
             total = pack.reduce(brought, self.loss_divisor)
@@ -377,7 +379,16 @@ class PackedGradients(Gradients):
         unused = self._unused(packed) if self.absent else frozenset()
         for pack in self._packs:
             pack.give_back(unused)
-        return total[0], total[1], total[2:-2]
+        weight, loss = own.total(total)
+        if isnan(total[0]):  # the device knows it, or nobody does
+            scale_gradients(packed, quotient(self.loss_divisor, weight))
+        return weight, loss, total[2:-2]
+
+    @property
+    def _weighed(self) -> Weighed:
+        """What this replica has for the next update."""
+        weight = float(self._collective.rank == 0) if self.normalized else self.weight
+        return Weighed(self._collective, weight, self.loss)
 
     def accumulated(self) -> Accumulated:
         own = super().accumulated()
@@ -402,6 +413,44 @@ class PackedGradients(Gradients):
             for parameter, count in zip(packed, used.tolist(), strict=True)
             if not count
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """What a replica brings to an update: how much it weighs, and the sum of its losses.
+
+    Where the group works on a device, what that alone knows is summed there, and not waited for.
+
+    Attributes:
+        group: The replicas.
+        weight: Of this one.
+        loss: Of this one.
+    """
+
+    group: Collective
+    weight: Number
+    loss: Number
+
+    @property
+    def on_host(self) -> tuple[float, float]:
+        """What rides along in the host's memory; NaN is a number that only the device knows."""
+        if works_there(self.group) is None:
+            return float(self.weight), float(self.loss)
+        return unless_there(self.weight), unless_there(self.loss)
+
+    def total(self, came: Piggybacked) -> tuple[Number, Number]:
+        """Both over all replicas, which have met; all of them call this.
+
+        Args:
+            came: What the sum of `on_host` is, and more behind it.
+
+        Returns:
+            Weight and loss; a tensor only where it is one on any replica.
+        """
+        if (group := works_there(self.group)) is None:
+            return came[0], came[1]
+        weight, loss = group.sums((self.weight, self.loss), came)
+        return weight, loss
 
 
 def different_batches(loss_divisor: float) -> UserError:

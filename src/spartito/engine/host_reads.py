@@ -10,10 +10,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from spartito.accelerators import wide
+from spartito.collectives.collective import Number as Number
 from spartito.data.collate import leaves
-
-Number = float | Tensor
-"""A number that the host knows, or a 0-d tensor on the device that nobody waits for."""
 
 
 def read(numbers: Sequence[Number]) -> list[float]:

@@ -400,6 +400,8 @@ class SynchronousCoordination(Coordination):
         self._outer.show(self._pairs.in_use)
 
     def compare(self, order: int = 0) -> None:
+        if self.groups.model.world_size > 1:
+            self._together(partial(self._done, self._check_losses))
         # One after the other: who is refused in one group does not come to the next.
         self._together(lambda: self._compare(order))
         for each in self.agreements:
@@ -469,6 +471,10 @@ class SynchronousCoordination(Coordination):
         except UserError:
             self._pairs.unseen = False  # it is said now
             raise
+
+    def _check_losses(self) -> None:
+        for pair in self._pairs.all:
+            pair.losses.check()
 
     def _compare(self, order: int) -> str:
         self.settle()

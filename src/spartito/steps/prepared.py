@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito.engine.checksum import ROUNDING, DriftedError
 from spartito.engine.gradient_edits import Edits, tell
 from spartito.engine.gradients import Accumulated, Gradients, same
 from spartito.engine.loss_halves import Comparisons
@@ -19,6 +20,38 @@ from spartito.engine.precision import LossScale
 from spartito.engine.randomness import GlobalRandomness
 from spartito.engine.step_undo import Undo
 from spartito.errors import UserError
+
+
+class LossGap:
+    """How far the losses of the tasks of one model were apart, beyond rounding; 0: they were not.
+
+    They are the same numbers, so the gap says that the loss sees one task's part of the model.
+    """
+
+    def __init__(self) -> None:
+        self._gap: Tensor | None = None
+
+    def look(self, losses: Tensor) -> None:
+        """Take note of the losses of an update, one a task; nobody waits for a device."""
+        losses = losses.nan_to_num()
+        gap = losses.max() - losses.min()
+        gap = gap * (gap > ROUNDING * losses.abs().max())
+        self._gap = gap if self._gap is None else torch.maximum(self._gap, gap)
+
+    def check(self) -> None:
+        """Refuse a gap since the last check; all tasks of the model find the same.
+
+        Raises:
+            DriftedError: How large it is.
+        """
+        gap, self._gap = self._gap, None
+        if gap is not None and (found := gap.item()):
+            raise DriftedError(
+                f"the tasks of one model have different losses, up to {found:.3g} apart",
+                "A loss of parameters that is computed outside of forward(), as a penalty over "
+                "net.parameters(), sees one task's shards: compute it in forward(), or use the "
+                "optimizer's weight_decay.",
+            )
 
 
 @dataclass
@@ -47,6 +80,7 @@ class Pair:
     kept: Undo | None = None  # what was in the buffers
     saved: dict[str, Any] | None = None  # what `accumulated` returned for a checkpoint
     taken: int = 0  # how many of its gradients another optimizer's update has cleared
+    losses: LossGap = field(default_factory=LossGap)
     order: list[str] = field(default_factory=list)  # of its names, where this task has not all
     _known: list[nn.Parameter] = field(default_factory=list)  # all of the optimizer's, none new
 

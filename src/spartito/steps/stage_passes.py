@@ -19,7 +19,7 @@ from spartito.engine.backward import first_gradient
 from spartito.engine.batchnorm import local_batchnorms
 from spartito.engine.batchnorm import takes_statistics as takes
 from spartito.engine.buffers import kept_buffers, listed
-from spartito.engine.host_reads import Number, added, read
+from spartito.engine.host_reads import Number, added
 from spartito.engine.keyed_draws import Draws
 from spartito.engine.loss import (
     LossFunction,
@@ -115,7 +115,7 @@ class StagePasses:
 
     def train(
         self, batch: Batch, loss: LossFunction | None, divisor: float, messages: Messages
-    ) -> tuple[Any, float, float]:
+    ) -> tuple[Any, Number, Number]:
         """Forward and backward passes of a batch.
 
         Returns:
@@ -142,15 +142,15 @@ class StagePasses:
         self.spans = pass_through(order, microbatches, messages, finish)
         if randomness is not None:  # as of one forward pass
             randomness.made = drawn + sum(microbatches[0].cut.program.draws)
-        return _whole(outputs, parts), *sums.read()
+        return _whole(outputs, parts), sums.loss, sums.weight
 
     def look(
         self, batch: Batch, loss: LossFunction | None, has_loss: bool, messages: Messages
-    ) -> tuple[Any, Tensor, Any]:
+    ) -> tuple[Any, Number, Number, Any]:
         """Forward passes of a batch, and its loss where there is a function or the model's own.
 
         Returns:
-            Output (None but in the last stage), ``[sum of losses, weight]`` there, and what the
+            Output (None but in the last stage), sum of losses and weight there, and what the
             output is like.
         """
         parts, outputs = self.cut_up(batch), []
@@ -166,8 +166,7 @@ class StagePasses:
             shape = replace(self.shape, microbatches=len(parts))
             order = schedules.passing(shape, self.position)
             pass_through(order, microbatches, messages, finish)
-        found = torch.tensor(sums.read(), dtype=torch.float64)
-        return _whole(outputs, parts), found, microbatches[0].cut.program.output
+        return _whole(outputs, parts), sums.loss, sums.weight, microbatches[0].cut.program.output
 
     def tied_sums(
         self, grads: Mapping[str, Tensor | None], messages: Messages
@@ -264,7 +263,7 @@ def told(group: Collective, output: Any, like: Any, source: int, device: torch.d
         mine = (
             torch.empty(0, device=device)
             if output is None
-            else tensor.reshape(tensor.shape or (1,))
+            else tensor.reshape(tensor.shape or (1,)).to(device)
         )
         found = group.all_gather_rows(mine)[source]
         return found if tensor.dim() else found[0]
@@ -333,21 +332,17 @@ def _uncompiled() -> AbstractContextManager[None]:
 
 
 class _Sums:
-    """Losses and weights of microbatches, for which a device is waited for once, after the last."""
+    """Losses and weights of microbatches."""
 
     def __init__(self) -> None:
-        self._loss: Number = 0.0
-        self._weight: Number = 0.0
+        self.loss: Number = 0.0
+        self.weight: Number = 0.0
 
     @torch.no_grad()
     def add(self, found: WeightedLoss) -> None:
         """Those of one more."""
-        self._loss = added(self._loss, found.total)
-        self._weight = added(self._weight, found.weight)
-
-    def read(self) -> list[float]:
-        """Their sums."""
-        return read((self._loss, self._weight))
+        self.loss = added(self.loss, found.total)
+        self.weight = added(self.weight, found.weight)
 
 
 def _whole(outputs: Sequence[Any], parts: Sequence[Batch]) -> Any:

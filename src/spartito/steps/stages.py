@@ -21,7 +21,8 @@ from spartito.collectives.collective import Collective, Traffic
 from spartito.collectives.rendezvous import Rendezvous
 from spartito.data.batch import Batch
 from spartito.engine.batchnorm import has_batchnorm
-from spartito.engine.gradients import LocalGradients
+from spartito.engine.gradients import LocalGradients, Weighed
+from spartito.engine.host_reads import Number
 from spartito.engine.loss import LossFunction
 from spartito.engine.meta_models import is_unmade, make_buffers, make_parameters
 from spartito.engine.optimizers import unwrap
@@ -384,15 +385,23 @@ class Pipelines:
         """As `Computation.train`: the output is with the last stage."""
         passes = self._ready(pair, batch, loss is not None)
         divisor = pair.gradients.begin(self._team.divisor(batch))
-        output, total, weight = None, 0.0, 0.0
+        output: Any = None
+        total: Number = 0.0
+        weight: Number = 0.0
         if batch.size:
             with telling(self.messages, self._team.job.task):
                 output, total, weight = passes.train(batch, loss, divisor, self.messages)
         elif pair.randomness is not None:
             pair.randomness.abstain()
-        found = torch.tensor([total, weight], dtype=torch.float64)  # the last stage has them
-        pair.gradients.add(*self._line.all_reduce(found).tolist())
+        pair.gradients.add(*self._of_last_stage(total, weight))
         return output
+
+    def _of_last_stage(self, total: Number, weight: Number) -> tuple[Number, Number]:
+        """A sum of losses and its weight, which the last stage has, on all tasks."""
+        own = Weighed(self._line, weight, total)
+        came = self._line.all_reduce(torch.tensor(own.on_host, dtype=torch.float64))
+        weight, total = own.total(tuple(came.tolist()))
+        return total, weight
 
     def evaluate(self, pair: Pair, batch: Batch, loss: LossFunction | None) -> Evaluated:
         """As `Computation.evaluate`."""
@@ -400,8 +409,8 @@ class Pipelines:
         if not batch.size:
             return 0.0, 0.0, None
         with telling(self.messages, self._team.job.task):
-            output, sums, like = passes.look(batch, loss, True, self.messages)
-        total, weight = self._line.all_reduce(sums).tolist()
+            output, *sums, like = passes.look(batch, loss, True, self.messages)
+        total, weight = self._of_last_stage(*sums)
         return total, weight, told(self._line, output, like, self._last, self._team.device)
 
     def predict(self, pair: Pair, batch: Batch, has_loss: bool) -> Any:
@@ -410,7 +419,7 @@ class Pipelines:
         passes = self._ready(pair, shown, has_loss)
         loss = nothing if has_loss else None  # it tells how the model is called
         with telling(self.messages, self._team.job.task):
-            output, _, like = passes.look(shown, loss, False, self.messages)
+            output, *_, like = passes.look(shown, loss, False, self.messages)
         output = told(self._line, output, like, self._last, self._team.device)
         if not batch.size:
             output = no_rows(output)

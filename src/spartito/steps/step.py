@@ -24,6 +24,7 @@ from spartito.checkpoint.saved_state import Saved
 from spartito.checkpoint.saving import CopyMemory, Tasks, Unwritten, gather_together, save_together
 from spartito.checkpoint.write_plan import Local
 from spartito.cluster.spec import NO_RANK, ClusterSpec, Task
+from spartito.collectives.process_group import works_there
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader
@@ -34,7 +35,7 @@ from spartito.engine.batchnorm import (
     local_batchnorms,
     synchronize_batchnorm,
 )
-from spartito.engine.checksum import ROUNDING, DriftedError
+from spartito.engine.checksum import DriftedError
 from spartito.engine.denormals import Denormals, flushed
 from spartito.engine.devices import divide_cores, move
 from spartito.engine.host_reads import Number, read
@@ -358,7 +359,7 @@ class Step:
             brought = (float(stop), *drawn, *recovery.brings())
             weight, loss, (stops, *rest) = pair.gradients.reduce(brought)
             if divided:  # of one model: they end together too
-                stops = self._end_together(stops, loss)
+                stops = self._end_together(pair, stops, loss)
         pair.gradients.summed = True
         if randomness is not None:
             randomness.check(rest[:2])
@@ -403,19 +404,18 @@ class Step:
             pair.gradients.clip(pair.clip_norm, norm)
         return False
 
-    def _end_together(self, stops: float, loss: Number) -> float:
-        """How many tasks of one model have asked for an end; their losses have to be equal."""
-        both = torch.tensor([stops, float(loss)], dtype=torch.float64)
-        found = torch.stack(self.team.model.all_gather(both))
-        losses = found[:, 1].nan_to_num()
-        gap, largest = (losses.max() - losses.min()).item(), losses.abs().max().item()
-        if gap > ROUNDING * largest:
-            raise UserError(
-                f"the tasks of one model have different losses, up to {gap:.3g} apart",
-                "A loss of parameters that is computed outside of forward(), as a penalty over "
-                "net.parameters(), sees one task's shards: compute it in forward(), or use the "
-                "optimizer's weight_decay.",
-            )
+    def _end_together(self, pair: Pair, stops: float, loss: Number) -> float:
+        """How many tasks of one model have asked for an end; their losses have to be equal.
+
+        Where a device has these, they are looked at where replicas are compared.
+        """
+        there = works_there(self.team.model)
+        own = [stops] if there else [stops, float(loss)]
+        found = torch.stack(self.team.model.all_gather(torch.tensor(own, dtype=torch.float64)))
+        losses = there.gather_there((loss,))[:, 0] if there else found[:, 1]
+        pair.losses.look(losses)
+        if there is None:
+            pair.losses.check()
         return found[:, 0].sum().item()
 
     def global_norm(self, pair: Pair) -> Tensor:
@@ -437,10 +437,10 @@ class Step:
         for (_, grad), fraction in zip(found, fractions, strict=True):
             if fraction:
                 of_fraction.setdefault(fraction, []).append(grad)
-        total = torch.zeros(1, dtype=torch.float64)
+        device = self.team.device
+        total = torch.zeros(1, dtype=kind_of(device).exact, device=device)
         for fraction, grads in of_fraction.items():
-            norm = torch.nn.utils.get_total_norm(grads).cpu().double()
-            total += norm.square() * fraction
+            total += wide(torch.nn.utils.get_total_norm(grads)).square() * fraction
         return model.all_reduce(pair.gradients.sum(total)).sqrt()[0]
 
     def values(self, pair: Pair, column: JoinedGroups) -> Values:

@@ -31,7 +31,7 @@ from spartito.engine.sharding.blocks import Members, RowLayout
 from spartito.engine.sharding.fully_sharded_block import FullyShardedBlock
 from spartito.engine.sharding.gathering import saving
 from spartito.engine.sharding.hidden_parameters import computes_in, cover, no_copies, uncover
-from spartito.engine.sharding.homes import BlockOfHome, Home, same_bits, whole_homes
+from spartito.engine.sharding.homes import BlockOfHome, Home, whole_homes
 
 _WANTED = ("reset_iter_state", "set_custom_reduce_scatter", "set_reduce_scatter_unused_params")
 HALF = (torch.bfloat16, torch.float16)
@@ -357,9 +357,7 @@ class FullyShardedHome(Home):
         for section, local in zip(self.spans, self._locals, strict=True):
             shown = self.parameters[section.parameter].detach().reshape(-1)
             part = shown[section.start : section.stop]
-            if not same_bits(part, local):
-                local.copy_(part)
-                self.was_written = True
+            self._take_shown(part, local)
 
     def _hide(self) -> None:
         self._show(self._nothing)

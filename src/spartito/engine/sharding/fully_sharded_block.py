@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from spartito.collectives.collective import Collective
+from spartito.engine.host_reads import Number
 from spartito.engine.sharding.shard_parts import parts_of
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class FullyShardedBlock:
         """Forget them."""
         self.home.clear_sums(self._learn)
 
-    def scale(self, factor: float) -> None:
+    def scale(self, factor: Number) -> None:
         """Multiply them.
 
         Args:

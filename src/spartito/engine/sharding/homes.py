@@ -15,6 +15,7 @@ from spartito.collectives.collective import Collective
 from spartito.collectives.pages import PAGE, PrivatePages
 from spartito.collectives.segment import Segment
 from spartito.engine.checksum import OTHER_VALUES, checksum, different, outliers
+from spartito.engine.host_reads import Number
 from spartito.engine.meta_models import make
 from spartito.engine.sharding.block_transport import Stage
 from spartito.engine.sharding.blocks import Layout, Members, Section
@@ -54,7 +55,7 @@ class BlockOfHome(Protocol):
         """Forget them."""
         ...
 
-    def scale(self, factor: float) -> None:
+    def scale(self, factor: Number) -> None:
         """Multiply them."""
         ...
 
@@ -208,6 +209,17 @@ class Home(ABC):
                     )
                 view.copy_(parameter.detach())
                 parameter.data = view
+
+    def _take_shown(self, shown: Tensor, own: Tensor) -> None:
+        """Put into our own elements what was written where a module's values were shown.
+
+        Whether it was is not looked for on a device, which would be waited for, unless it counts.
+        """
+        if not (own.is_cpu or self.watches):
+            own.copy_(shown)
+        elif not same_bits(shown, own):
+            own.copy_(shown)
+            self.was_written = True
 
     @property
     def _is_moved(self) -> bool:
@@ -369,9 +381,7 @@ class GatheredHome(Home):
             self._take_moved()
             if self._before is not None:
                 self.was_written |= not same_bits(self._before, self._flat)
-            if not same_bits(self._shard(self._flat), self.own):
-                self.own.copy_(self._shard(self._flat))
-                self.was_written = True
+            self._take_shown(self._shard(self._flat), self.own)
             self.publish()
 
     def publish(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import isnan
 from typing import Any
 from weakref import ref
 from zlib import crc32
@@ -14,12 +15,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from spartito.collectives.collective import Collective, Piggybacked
+from spartito.collectives.collective import Collective, Piggybacked, scale_of
 from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.engine.checksum import OTHERS_LEARN, different, outliers
 from spartito.engine.compression import CompressedSum, Compression
 from spartito.engine.divided_update import DividedUpdates, Span
-from spartito.engine.gradients import Accumulated, different_batches, refuse_sparse
+from spartito.engine.gradients import (
+    Accumulated,
+    different_batches,
+    quotient,
+    refuse_sparse,
+)
 from spartito.engine.host_reads import Number
 from spartito.engine.sharding.hidden_parameters import asleep
 from spartito.engine.sharding.homes import BlockOfHome, Home, settle
@@ -139,6 +145,10 @@ class ShardedGradients(DividedUpdates):
     def _holds_any(self) -> bool:
         return super()._holds_any or any(block.holds_any for block in self._blocks)
 
+    @property
+    def _where(self) -> torch.device:
+        return next((block.home.own.device for block in self._blocks), super()._where)
+
     def update(self, step: Callable[[], None]) -> None:
         super().update(step)
         self._updated()
@@ -164,9 +174,9 @@ class ShardedGradients(DividedUpdates):
         written = any(home.is_written for home in homes)
         self._used.update(id(p) for p in learn if p.grad is not None)
         absent = len(learn) - len(self._used) if self.counts else 0
-        weight = float(self._collective.rank == 0) if self.normalized else float(self.weight)
+        own = self._weighed
         flags = float(left + written * MANY)
-        brought = (weight, float(self.loss), *piggybacked, flags, float(absent))
+        brought = (*own.on_host, *piggybacked, flags, float(absent))
         total = self._all((*brought, self.loss_divisor))
         if total[-1] != self.loss_divisor * self._collective.world_size:
             raise different_batches(self.loss_divisor)
@@ -177,11 +187,15 @@ class ShardedGradients(DividedUpdates):
         self.absent = total[-2]
         idle = self._idle() if self.absent else frozenset()
         self._meet_replicas()
+        weight, loss = own.total(total)
+        factor: Number = scale_of(total[0], self.loss_divisor)
+        if isnan(total[0]):  # the device knows it, or nobody does
+            factor = quotient(self.loss_divisor, weight)
         for block in self._blocks:
-            if total[0] and total[0] != self.loss_divisor:
-                block.scale(self.loss_divisor / total[0])
+            if isinstance(factor, Tensor) or factor != 1.0:
+                block.scale(factor)
             block.give(idle)
-        return total[0], total[1], total[2:-3]
+        return weight, loss, total[2:-3]
 
     def accumulated(self) -> Accumulated:
         """As `Gradients.accumulated`; whole, on all replicas."""
@@ -339,7 +353,7 @@ class _Block:
         """Forget them."""
         self.sums, self.is_sent = None, False
 
-    def scale(self, factor: float) -> None:
+    def scale(self, factor: Number) -> None:
         """Multiply them."""
         self.sum.mul_(factor)
 

@@ -563,7 +563,8 @@ class ServedStep(Step):
         with team.replicas.current_call.during("update"):
             weight, loss, (stops, *rest) = gradients.reduce(brought)
             if divided:
-                stops = self._end_together(stops, loss)
+                stops = self._end_together(pair, stops, loss)
+                pair.losses.check()
         gradients.summed = True
         weight, loss, is_finite = float(weight), float(loss), True
         if weight:
