@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 LIST = Path(__file__).with_name("dear.txt")
-LIMIT = 0.5
+LIMIT = 0.4
 """Seconds of a core from which on a test is a dear one."""
 
 ONE_OF_EACH = (
