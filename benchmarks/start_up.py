@@ -1,4 +1,8 @@
-"""From process start to the first finished step, 2 workers: `spartito run` against `torchrun`."""
+"""From process start to the first finished step: `spartito run` against `torchrun`.
+
+Workers of `spartito run` are forked from a process that has imported torch, those of the second
+row are not (`SPARTITO_FORK=0`).
+"""
 
 from __future__ import annotations
 
@@ -11,57 +15,68 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.common import Figure, Windows, announce, conclude, parser, progress
+from benchmarks.common import Figure, Windows, announce, conclude, parser, positive, progress
 from benchmarks.launching import ROOT
+from spartito.names import ENV_FORK
 from spartito.wire.ports import free_port
 
-WORKERS = 2
 TARGET = 1.3
 LIMIT = 120.0
 JOBS = Path(__file__).parent / "jobs"
-COMMANDS = {
-    "spartito run": (
-        *("-m", "spartito", "run", "--strategy", "mirrored", "--workers", str(WORKERS)),
+RUN, NOT_FORKED, TORCHRUN = "spartito run", "spartito run, not forked", "torchrun"
+
+
+def command(name: str, workers: int) -> tuple[str, ...]:
+    """What is started after ``python``."""
+    if name == TORCHRUN:
+        return (
+            *("-m", "torch.distributed.run", "--nproc-per-node", str(workers)),
+            *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
+            str(JOBS / "first_step_ddp.py"),
+        )
+    return (
+        *("-m", "spartito", "run", "--strategy", "mirrored", "--workers", str(workers)),
         str(JOBS / "first_step_spartito.py"),
-    ),
-    "torchrun": (
-        *("-m", "torch.distributed.run", "--nproc-per-node", str(WORKERS)),
-        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
-        str(JOBS / "first_step_ddp.py"),
-    ),
-}
+    )
 
 
 def main() -> None:
-    """Print the ratio of the seconds that it takes."""
+    """Print the ratios of the seconds that it takes."""
     assert __doc__ is not None
-    given = parser(__doc__, rounds=5).parse_args()
-    here = announce(__doc__)
-    for command in COMMANDS:  # so that the files of both lie in the page cache
-        first_step(command)
-    seconds: Windows = {command: [] for command in COMMANDS}
+    made = parser(__doc__, rounds=5)
+    made.add_argument("--workers", nargs="+", type=positive, default=[2, 8], metavar="N")
+    given = made.parse_args()
+    here = announce(__doc__.partition("\n")[0])
+    ways = [(name, count) for count in given.workers for name in (RUN, NOT_FORKED, TORCHRUN)]
+    for name in (RUN, TORCHRUN):  # so that the files of both lie in the page cache
+        first_step(name, given.workers[0])
+    seconds: Windows = {f"{name}, {count} workers": [] for name, count in ways}
     for number in range(given.rounds):
-        now = {command: first_step(command) for command in COMMANDS}
-        for command, value in now.items():
-            seconds[command].append(value)
+        now = {f"{name}, {count} workers": first_step(name, count) for name, count in ways}
+        for way, value in now.items():
+            seconds[way].append(value)
         progress(number, given.rounds, now, "seconds")
-    ours, theirs = (statistics.median(values) for values in seconds.values())
-    figures = [
-        Figure("spartito run / torchrun", ours / theirs, TARGET, "<="),
-        Figure("spartito run", ours, measure="s"),
-        Figure("torchrun", theirs, measure="s"),
-    ]
+    median = {way: statistics.median(values) for way, values in seconds.items()}
+    figures = []
+    for count in given.workers:
+        own = {name: median[f"{name}, {count} workers"] for name in (RUN, NOT_FORKED, TORCHRUN)}
+        figures += [
+            Figure(f"{count} workers: {RUN} / {TORCHRUN}", own[RUN] / own[TORCHRUN], TARGET, "<="),
+            Figure(f"{count} workers: forked / not forked", own[RUN] / own[NOT_FORKED]),
+        ]
+    figures += [Figure(way, value, measure="s") for way, value in median.items()]
     conclude(here, figures, given.json, seconds=seconds)
 
 
-def first_step(name: str) -> float:
+def first_step(name: str, workers: int) -> float:
     """Seconds until the last of the workers has finished its first step."""
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "BENCHMARK_FOLDER": folder, "OMP_NUM_THREADS": "1"}
+        env[ENV_FORK] = "0" if name == NOT_FORKED else "1"
         with open(f"{folder}/said", "w+") as said:
             began = time.time()
             process = subprocess.Popen(
-                [sys.executable, *COMMANDS[name]],
+                [sys.executable, *command(name, workers)],
                 cwd=ROOT,
                 env=env,
                 stdout=said,
@@ -76,7 +91,7 @@ def first_step(name: str) -> float:
             if code:
                 said.seek(0)
                 sys.exit(f"{name} ended with {code}\n{said.read()[-4000:]}")
-        ends = [float(Path(folder, str(rank)).read_text()) for rank in range(WORKERS)]
+        ends = [float(Path(folder, str(rank)).read_text()) for rank in range(workers)]
     return max(ends) - began
 
 
