@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spartito.launch.processes.fork_server import OWN, imports_others, largest
+from spartito.launch.processes.fork_server import OWN, gains, largest
 from spartito.launch.processes.process import Process
 from spartito.names import ENV_FORK
 from tests import skips
@@ -210,19 +210,23 @@ def test_a_task_that_is_started_again_is_forked_too(commands: Commands) -> None:
         ("def main():\n    import train.model\n", True),
         ("from __future__ import annotations\n", False),
         ("def (\n", False),
+        ("import os\nos.environ['OMP_NUM_THREADS'] = '4'\nimport torch\n", False),
+        ("from os import environ\nenviron.setdefault('A', 'b')\nimport torch\n", False),
+        ("import os, torch\nos.environ |= {'A': 'b'}\n", False),
+        ("import os, torch\ndel os.environ['A']\n", False),
+        ("import os, torch\nos.putenv('A', 'b')\n", False),
+        ("import os, torch\nprint(os.environ['RANK'], os.environ.get('A'))\n", True),
     ],
 )
-def test_a_program_of_python_alone_needs_no_server(
-    tmp_path: Path, text: str, expected: bool
-) -> None:
+def test_which_scripts_gain_by_a_server(tmp_path: Path, text: str, expected: bool) -> None:
     script = tmp_path / "script.py"
     script.write_text(text)
-    assert imports_others([str(script)]) is expected
+    assert gains([str(script)]) is expected
 
 
-def test_modules_need_a_server_unless_they_are_pythons_own() -> None:
-    assert imports_others(["-m", "spartito.recipes.mnist"])
-    assert not imports_others(["-m", "timeit"])
+def test_modules_gain_unless_they_are_pythons_own() -> None:
+    assert gains(["-m", "spartito.recipes.mnist"])
+    assert not gains(["-m", "timeit"])
 
 
 def process(name: str, *words: str, python: str = sys.executable, **env: str) -> Process:

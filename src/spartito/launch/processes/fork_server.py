@@ -36,8 +36,11 @@ PROGRAM = ("-P", "-m", "spartito.launch.processes.forked_task")
 AMD = Path("/dev/kfd")
 
 
-def imports_others(program: Sequence[str]) -> bool:
-    """Whether a program asks for more than Python's own modules, as all do that train.
+def gains(program: Sequence[str]) -> bool:
+    """Whether a program starts sooner, and no otherwise, with torch in its process.
+
+    It asks for more than Python's own modules, as all do that train, and sets no variable itself:
+    libraries read some, as ``OMP_NUM_THREADS``, when they are imported, which has been by then.
 
     Args:
         program: A script or ``-m`` and a module, and its arguments.
@@ -45,19 +48,33 @@ def imports_others(program: Sequence[str]) -> bool:
     if program[0] == "-m":
         return _is_other(program[1])
     try:
-        tree = ast.parse(Path(program[0]).read_bytes())
+        nodes = list(ast.walk(ast.parse(Path(program[0]).read_bytes())))
     except (OSError, SyntaxError, ValueError):
         return False  # Python says it
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import) and any(_is_other(alias.name) for alias in node.names):
-            return True
-        if isinstance(node, ast.ImportFrom) and (node.level or _is_other(node.module or "")):
-            return True
-    return False
+    return any(map(_imports_others, nodes)) and not any(map(_changes_environment, nodes))
+
+
+def _imports_others(node: ast.AST) -> bool:
+    if isinstance(node, ast.Import):
+        return any(_is_other(alias.name) for alias in node.names)
+    return isinstance(node, ast.ImportFrom) and (node.level > 0 or _is_other(node.module or ""))
 
 
 def _is_other(module: str) -> bool:
     return module.partition(".")[0] not in sys.stdlib_module_names
+
+
+def _changes_environment(node: ast.AST) -> bool:
+    if isinstance(node, ast.Subscript):
+        return _is_environment(node.value) and not isinstance(node.ctx, ast.Load)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        changes = node.func.attr in ("setdefault", "update", "pop", "clear")
+        return node.func.attr == "putenv" or (changes and _is_environment(node.func.value))
+    return isinstance(node, ast.AugAssign) and _is_environment(node.target)
+
+
+def _is_environment(node: ast.expr) -> bool:
+    return "environ" in (getattr(node, "attr", ""), getattr(node, "id", ""))
 
 
 class Forked:
@@ -219,12 +236,12 @@ def fork_server(
         enlists: As there.
 
     Returns:
-        It, as it begins to import; None where no two are alike, for programs that need no torch, on
-        a system other than Linux, and where there are accelerators, whose drivers do not survive a
-        fork.
+        It, as it begins to import; None where no two are alike, for programs that gain nothing by
+        it (`gains`), on a system other than Linux, and where there are accelerators, whose drivers
+        do not survive a fork.
     """
     one = largest(processes)
-    if one is None or not imports_others(one.argv[1:]) or not adopt_orphans(True):
+    if one is None or not gains(one.argv[1:]) or not adopt_orphans(True):
         return None
     adopt_orphans(False)
     if count_gpus(one.env) or AMD.exists() or attached() is not None:
