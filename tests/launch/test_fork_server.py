@@ -34,13 +34,15 @@ import numpy
 
 def tells():
     main = sys.modules["__main__"]
+    lines = open("/proc/self/environ", "rb").read().rstrip(b"\\0").split(b"\\0")
+    shown = dict(os.fsdecode(line).split("=", 1) for line in lines)
     numbers = signal.SIGINT, signal.SIGTERM, signal.SIGPIPE
     handlers = {number: str(signal.getsignal(number)) for number in numbers}
     return {
         "name": __name__, "file": __file__, "spec": __spec__ and __spec__.name,
         "package": __package__, "is main": main.tells is tells, "argv": sys.argv,
         "orig_argv": sys.orig_argv, "path": sys.path, "folder": os.getcwd(),
-        "environment": dict(os.environ),
+        "environment": dict(os.environ), "shown": shown == dict(os.environ),
         "own session": os.getsid(0) == os.getpid() == os.getpgid(0),
         "stdin": sys.stdin.read(), "terminal": os.isatty(1), "handlers": handlers,
         "threads": torch.get_num_threads(), "python's": len(threading.enumerate()),

@@ -21,7 +21,7 @@ from typing import IO
 
 from spartito.cluster import tf_config
 from spartito.cluster.address_list import ENV_ADDRESS
-from spartito.launch.processes.forked_task import READY
+from spartito.launch.processes.forked_task import READY, ROOM
 from spartito.launch.processes.gpus import count_gpus
 from spartito.launch.processes.process import Process
 from spartito.names import ENV_FORK, ENV_SECRET
@@ -29,8 +29,11 @@ from spartito.system import adopt_orphans, die_with_parent
 from spartito.system.tpus import attached
 
 OWN = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", tf_config.VARIABLE, ENV_ADDRESS, ENV_SECRET})
-"""Variables that only tasks have: who one is, and its secret, which all users could read in
-``/proc``. No module reads them when it is imported."""
+"""Variables that only tasks have: who one is, and its secret, which is in no environment that
+``/proc`` shows. No module reads them when it is imported."""
+
+BEYOND = 4096
+"""Bytes for what the launcher adds to the variables of a task, as where its heartbeat is."""
 
 PROGRAM = ("-P", "-m", "spartito.launch.processes.forked_task")
 AMD = Path("/dev/kfd")
@@ -140,10 +143,11 @@ class ForkServer:
         python, *program = process.argv
         self._asks, theirs = socket.socketpair()
         env = {name: value for name, value in process.env.items() if name not in OWN}
+        room = BEYOND + sum(len(os.fsencode(n + v)) for n, v in process.env.items() if n in OWN)
         with theirs:
             self._popen = subprocess.Popen(
                 [python, *PROGRAM, str(theirs.fileno()), *program],
-                env={**env, **mark},
+                env={**env, **mark, ROOM: "." * room},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

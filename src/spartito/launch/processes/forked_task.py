@@ -7,6 +7,7 @@ path, environment, traceback and exit code.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -20,7 +21,8 @@ from importlib.util import find_spec
 from types import CodeType, ModuleType
 from typing import Any
 
-from spartito.system import die_with_parent
+from spartito.system import PROC, die_with_parent
+from spartito.system.texts import text_of
 
 PRELOADED = (
     # An optimizer imports the compiler of torch, which takes as long as torch itself.
@@ -28,6 +30,9 @@ PRELOADED = (
     *("spartito.training.trainer", "spartito.collectives.rendezvous"),
 )
 """What is imported before there are tasks."""
+
+ROOM = "ROOM_OF_FORKS"
+"""A variable of the server that is as long as what tasks have beyond it: see `_show`."""
 
 FILES = 4
 """A task gets stdin, stdout, stderr, and where it enlists before it does anything."""
@@ -133,10 +138,23 @@ def _begin(env: dict[str, str], files: Sequence[int], launcher: int) -> None:
         os.close(file)
     os.environ.clear()
     os.environ.update(env)
+    _show(env)
     # Else all tasks would draw the same. Python's own generator begins anew by itself.
     sys.modules["torch"].seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
+
+
+def _show(env: dict[str, str]) -> None:
+    """Have ``/proc`` show our environment: by it the system's tools tell one task from another.
+
+    It shows where the variables lay when the server began. Nothing is there that is still in use:
+    ``os.environ`` has put all of them elsewhere.
+    """
+    start, end = map(int, text_of(PROC / "self/stat").rpartition(")")[2].split()[47:49])
+    shown = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
+    if len(shown) <= end - start:
+        ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
 
 
 def run(program: Sequence[str]) -> None:
