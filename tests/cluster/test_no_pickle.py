@@ -34,8 +34,10 @@ OF_THE_CALLER = {
     "launch/functions/task.py",
     "launch/functions/outcome.py",
     "launch/functions/call.py",
+    "launch/processes/forked_task.py",
 }
-"""These send a function to processes that its caller starts, in a folder that is this user's."""
+"""These send a function to processes that its caller starts, in a folder that is this user's, or
+run the script that the caller has named."""
 
 UNSAFE_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 UNSAFE_CALLS = {
