@@ -39,6 +39,9 @@ ONE_OF_EACH = (
 )
 """Files of which at least the cheapest test runs in the quick suite."""
 
+ALWAYS = ("cluster/test_no_pickle.py", "test_docstrings.py", "test_public.py", "test_words.py")
+"""Files that look at all sources: whoever changes any wants to hear of it at once."""
+
 
 def is_dear(nodeid: str) -> bool:
     """Whether a test is too dear for the quick suite.
@@ -97,7 +100,7 @@ def dear_of(costs: Iterable[tuple[str, float]]) -> list[str]:
         Functions all forms of which are dear, and forms of others.
     """
     seconds = {nodeid.removeprefix("tests/"): cost for nodeid, cost in costs}
-    dear = {name for name, cost in seconds.items() if cost >= LIMIT}
+    dear = {name for name, cost in seconds.items() if cost >= LIMIT and not name.startswith(ALWAYS)}
     for file in ONE_OF_EACH:
         of_file = [name for name in seconds if name.startswith(f"{file}::")]
         dear -= set(sorted(of_file, key=seconds.__getitem__)[:1])

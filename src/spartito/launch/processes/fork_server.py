@@ -21,7 +21,7 @@ from typing import IO
 
 from spartito.cluster import tf_config
 from spartito.cluster.address_list import ENV_ADDRESS
-from spartito.launch.processes.forked_task import READY, ROOM
+from spartito.launch.processes.forked_task import PADDING, READY
 from spartito.launch.processes.gpus import count_gpus
 from spartito.launch.processes.process import Process
 from spartito.names import ENV_FORK, ENV_SECRET
@@ -31,6 +31,9 @@ from spartito.system.tpus import attached
 OWN = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", tf_config.VARIABLE, ENV_ADDRESS, ENV_SECRET})
 """Variables that only tasks have: who one is, and its secret, which is in no environment that
 ``/proc`` shows. No module reads them when it is imported."""
+
+LIMIT = 60.0
+"""Seconds for a fork: one that takes longer does not come, as where the server was stopped."""
 
 BEYOND = 4096
 """Bytes for what the launcher adds to the variables of a task, as where its heartbeat is."""
@@ -143,11 +146,11 @@ class ForkServer:
         python, *program = process.argv
         self._asks, theirs = socket.socketpair()
         env = {name: value for name, value in process.env.items() if name not in OWN}
-        room = BEYOND + sum(len(os.fsencode(n + v)) for n, v in process.env.items() if n in OWN)
+        padding = BEYOND + sum(len(os.fsencode(n + v)) for n, v in process.env.items() if n in OWN)
         with theirs:
             self._popen = subprocess.Popen(
                 [python, *PROGRAM, str(theirs.fileno()), *program],
-                env={**env, **mark, ROOM: "." * room},
+                env={**env, **mark, PADDING: "." * padding},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -155,11 +158,6 @@ class ForkServer:
                 start_new_session=True,
                 preexec_fn=die_with_parent(),
             )
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._popen.pid
 
     def wait(self, wake: int, stop: Callable[[], bool]) -> bool:
         """Wait until it has imported all.
@@ -193,8 +191,9 @@ class ForkServer:
             The task; None where the server is gone.
 
         Raises:
-            OSError: As of a fork.
+            OSError: As of a fork, or it did not come in time.
         """
+        self._asks.settimeout(LIMIT)
         reads, writes = zip(os.pipe(), os.pipe(), strict=True)
         adopt_orphans(True)
         try:

@@ -31,7 +31,7 @@ PRELOADED = (
 )
 """What is imported before there are tasks."""
 
-ROOM = "ROOM_OF_FORKS"
+PADDING = "PADDING_OF_FORKS"
 """A variable of the server that is as long as what tasks have beyond it: see `_show`."""
 
 FILES = 4
