@@ -130,7 +130,7 @@ class _Held:
     @property
     def is_there(self) -> bool:
         """Whether the file is still the one that is locked; somebody may have removed it."""
-        return _is_at(self.descriptor, self.file)
+        return is_at(self.descriptor, self.file)
 
     def let_go(self) -> None:
         with suppress(OSError):
@@ -271,7 +271,7 @@ def _locked(file: Path, path: Path, inherits: bool) -> int:
                 _wait_for(descriptor, file, path, fcntl.LOCK_EX, own.job if inherits else "")
             except OSError:  # of a file system that has no locks
                 locks = False
-            if not _is_at(descriptor, file):  # who had it let it go, or was left behind
+            if not is_at(descriptor, file):  # who had it let it go, or was left behind
                 os.close(descriptor)
                 continue
             if before is not None and not (locks and before.is_of_this_machine):
@@ -297,12 +297,12 @@ def _wait_for(descriptor: int, file: Path, path: Path, kind: int, job: str = "")
         except BlockingIOError:
             holder = _holder(descriptor)
             if job and holder is not None and holder.job == job:
-                if kind == fcntl.LOCK_EX and _is_at(descriptor, file):
+                if kind == fcntl.LOCK_EX and is_at(descriptor, file):
                     file.unlink()  # one of our own job that is frozen, and was left behind
                 return None
             if time.monotonic() > end:
                 raise refusal(str(path), holder) from None
-            if not _is_at(descriptor, file):
+            if not is_at(descriptor, file):
                 return None
             time.sleep(POLL_SECONDS)
 
@@ -338,10 +338,10 @@ def _holder(descriptor: int) -> Holder | None:
     return None
 
 
-def _is_at(descriptor: int, file: Path) -> bool:
+def is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file is still what has the name ``path``; links are not followed."""
     with suppress(OSError):
-        mine, there = os.fstat(descriptor), file.stat(follow_symlinks=False)
-        return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
+        return os.path.samestat(os.fstat(descriptor), path.stat(follow_symlinks=False))
     return False
 
 

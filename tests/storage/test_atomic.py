@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -184,6 +186,28 @@ def test_a_killed_writer_is_swept_and_a_living_one_is_not(tmp_path: Path) -> Non
             process.wait(timeout=30)
     assert len(sweep(tmp_path)) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_written_survives_sweeps_that_come_all_the_time(tmp_path: Path) -> None:
+    # An evaluator writes best.json beside a chief that sweeps before each checkpoint.
+    done = Event()
+
+    def sweeping() -> None:
+        while not done.is_set():
+            sweep(tmp_path)
+
+    with ThreadPoolExecutor(1) as pool:
+        sweeps = pool.submit(sweeping)
+        try:
+            for count in range(200):
+                write_file_atomically(tmp_path / "best.json", str(count))
+                assert (tmp_path / "best.json").read_text() == str(count)
+                save(tmp_path / "one", str(count))
+                assert (tmp_path / "one" / "a.txt").read_text() == str(count)
+        finally:
+            done.set()
+        sweeps.result()
+    assert hidden(tmp_path) == []
 
 
 def test_what_was_moved_aside_and_never_replaced_comes_back(tmp_path: Path) -> None:

@@ -15,14 +15,16 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from spartito.errors import UnwritableError, UserError, writable
 from spartito.failpoints import failpoint
+from spartito.folders import is_at
 from spartito.storage.leftovers import NEW, OLD, beside, is_leftover, parts_of
 
 MANIFEST = "manifest.json"
@@ -67,19 +69,16 @@ def write_directory(
         raise UserError(f"{str(path)!r} names no new directory", "Name one: it is made.")
     with writable(path.parent):
         _check_replaceable(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = beside(path, NEW)
-        new.mkdir()
-        try:
-            with _held(new):
+        with _new(path, Path.mkdir) as new:
+            try:
                 yield new
                 failpoint("storage.directory.before_manifest")
                 _write_manifest(new, about or {})
                 failpoint("storage.directory.before_rename")
                 _put_in_place(new, path)
-        except BaseException:
-            shutil.rmtree(new, ignore_errors=True)
-            raise
+            except BaseException:
+                shutil.rmtree(new, ignore_errors=True)
+                raise
 
 
 @contextmanager
@@ -91,14 +90,11 @@ def new_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     too.
     """
     path = Path(path)
-    with writable(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = beside(path, NEW)
+    with writable(path.parent), _new(path, partial(Path.touch, exist_ok=False)) as new:
         try:
-            with new.open("xb") as file, _held(new):
+            with new.open("wb") as file:
                 yield file
-                file.flush()
-                replace_durably(new, path)  # held until it has its name: no sweep takes it
+            replace_durably(new, path)  # held until it has its name: no sweep takes it
         except BaseException:
             new.unlink(missing_ok=True)
             raise
@@ -111,16 +107,12 @@ def folder_beside(path: Path) -> Iterator[Path]:
     What killed processes left there for the same ``path`` goes first. Raises `UserError` when the
     folder cannot be written.
     """
-    with writable(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sweep(path.parent, path)
-        new = beside(path, NEW)
-        new.mkdir()
-    try:
-        with _held(new):
-            yield new
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
+    with ExitStack() as stack:
+        with writable(path.parent):
+            sweep(path.parent, path)
+            new = stack.enter_context(_new(path, Path.mkdir))
+        stack.callback(shutil.rmtree, new, ignore_errors=True)
+        yield new
 
 
 def write_file_atomically(path: str | os.PathLike[str], content: bytes | str) -> None:
@@ -231,20 +223,34 @@ def sweep(directory: str | os.PathLike[str], only: Path | None = None) -> list[P
     except OSError:
         return []
     names = [p for p in found if is_leftover(p) and only in (None, _new_of(p))]
-    leftovers = [p for p in names if not p.is_symlink() and not _is_held(p)]
-    for path in leftovers:
-        kind, target = parts_of(path)
+    return [p for p in names if not p.is_symlink() and _clear(p)]
+
+
+def _clear(leftover: Path) -> bool:
+    """Treat one that nobody holds, which is ours meanwhile; False where somebody does."""
+    try:
+        descriptor = os.open(leftover, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # a writer's or another sweep's; or nothing can be locked here
+            return False
+        kind, target = parts_of(leftover)
         with suppress(OSError):
             if kind == OLD:
                 if os.path.lexists(target):
-                    remove_directory(path)
+                    remove_directory(leftover)
                 else:
-                    path.rename(target)
-            elif path.is_dir():
-                shutil.rmtree(path)
+                    leftover.rename(target)
+            elif leftover.is_dir():
+                shutil.rmtree(leftover)
             else:
-                path.unlink()
-    return leftovers
+                leftover.unlink()
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _new_of(leftover: Path) -> Path | None:
@@ -374,7 +380,7 @@ def _put_in_place(new: Path, path: Path) -> None:
         new.rename(path)
         _sync_directory(path.parent)
         return
-    with _held(path):
+    with _held_aside(path):
         old = path.rename(beside(path, OLD))
         try:
             failpoint("storage.directory.between_renames")
@@ -401,30 +407,49 @@ def _sync_directory(directory: Path) -> None:
 
 
 @contextmanager
-def _held(path: Path) -> Iterator[None]:
-    """Hold ``path`` for this process, so that no `sweep` takes it for a leftover."""
+def _new(path: Path, make: Callable[[Path], None]) -> Iterator[Path]:
+    """What ``make`` has made under a hidden name beside ``path``, held until the block ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        new = beside(path, NEW)
+        make(new)
+        if (descriptor := _hold(new)) is not None:
+            break
+    try:
+        yield new
+    finally:
+        os.close(descriptor)
+
+
+def _hold(new: Path) -> int | None:
+    """A descriptor that keeps every `sweep` from ``new``; None where one came upon it before."""
+    try:
+        descriptor = os.open(new, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    held = True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        held = False
+    except OSError:  # where nothing can be locked a sweep cannot either, and keeps away
+        pass
+    if held and is_at(descriptor, new):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+@contextmanager
+def _held_aside(path: Path) -> Iterator[None]:
+    """Hold a directory while it may have a name that a `sweep` treats."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        # Where directories cannot be locked a sweep cannot lock them either, and keeps away.
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
         os.close(descriptor)
-
-
-def _is_held(path: Path) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def write_all(descriptor: int, content: bytes | memoryview) -> None:
