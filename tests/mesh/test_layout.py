@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from spartito.errors import UserError
-from spartito.mesh.describe import describe
+from spartito.mesh.describe import describe, first_of
 from spartito.mesh.layout import DEFAULT, Dim, Layout, read_rules
 from spartito.mesh.names import name_dims
 from spartito.mesh.placing import SpecCut, plan
@@ -130,6 +130,19 @@ def test_a_cut_that_costs_more_than_it_saves_is_named() -> None:
     assert all(one.numel() for one in model.parameters())  # it was not changed
     assert "collectives of one step, for an input of (8, 256)" in str(found)
     assert found.nbytes < found.whole_nbytes
+
+
+def test_the_first_task_of_a_model_computes_its_own_shards() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).double()
+    x = torch.randn(5, 6, dtype=torch.float64)
+    first, second = model[0], model[2]
+    layout = Layout(DEFAULT, {"data": 1, "model": 2})
+    found = first_of(model, plan(model, layout), layout)
+    hidden = torch.relu(x @ first.weight[:4].T + first.bias[:4])
+    expected = hidden @ second.weight[:, :4].T + second.bias
+    torch.testing.assert_close(found(x), expected, rtol=0, atol=1e-14)
+    assert [one.numel() for one in found.parameters()] == [24, 4, 16, 4]
+    assert [one.numel() for one in model.parameters()] == [48, 8, 32, 4]
 
 
 def test_an_axis_of_ours_may_be_unused_where_it_divides_nothing() -> None:

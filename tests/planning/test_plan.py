@@ -144,7 +144,7 @@ def test_what_cannot_be_ends_with_2_and_says_why(
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"version": 99}, "has version 99, and this reads 3"),
+        ({"version": 99}, "has version 99, and this reads 4"),
         ({"kind": "cake"}, "is no profile"),
         ({"samples": []}, "is damaged"),
         ({"extra": 1}, "is damaged: unknown extra"),
@@ -251,6 +251,7 @@ def test_a_training_is_profiled_and_planned(
     assert least <= steps["activations"]["bytes"] / steps["activations"]["batch"] <= 4 * least
     assert [part["name"] for part in steps["parts"]] == ["0", "1", "2", "3"]
     assert steps["mesh"]["2"]["parameters"] < 0.7
+    assert steps["mesh"]["2"]["passes"] != steps["mesh"]["2"]["parameters"]  # it was measured
     assert steps["contention"] is None
 
     found = profile_of(Program("mnist", kind="recipe"), {**steps, "started": 1.0}, exchanged(steps))

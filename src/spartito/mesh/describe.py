@@ -312,6 +312,25 @@ def count(
     return [], f"not counted, the model failed without values: {type(problem).__name__}: {text}"
 
 
+def first_of(model: nn.Module, planned: Mapping[str, placing.Placed], layout: Layout) -> nn.Module:
+    """A copy of a model with values, as the first of its tasks has it; the others are not there.
+
+    It computes what that task computes, for a look at the time: what others would add is missing.
+
+    Args:
+        model: A whole one.
+        planned: Where its tensors lie.
+        layout: The sizes of the axes.
+
+    Returns:
+        The copy.
+    """
+    copied = copy.deepcopy(model).train()
+    placing.hide(copied)
+    placing.cut(copied, planned, _Axes(layout))
+    return copied
+
+
 def _parts(module: str, planned: Mapping[str, placing.Placed], layout: Layout) -> int:
     """Among how many tasks a module is divided."""
     found = 1

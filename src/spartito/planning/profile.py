@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from spartito.errors import UserError
 
-VERSION = 3
+VERSION = 4
 KIND = "spartito profile"
 PARTS = ("input", "forward", "backward", "update", "other")
 """What a step is made of, in its order."""
@@ -112,11 +112,14 @@ class Along:
         parameters: The part of all bytes that one task has.
         calls: Collectives of a step.
         bytes: What they bring together, for each example.
+        passes: What a forward and backward pass of one task takes, as a part of that of a whole
+            model with as many examples, beside these collectives.
     """
 
     parameters: float
     calls: int
     bytes: float
+    passes: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,12 @@ process. No callback is called, so nothing of the user's is written.
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +27,14 @@ from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
 from spartito.data.loader import Loader
 from spartito.data.placing import Placing
+from spartito.engine.loss import evaluate_loss, forward, in_dtype, weigh
 from spartito.engine.optimizers import optimizer_parameters, unwrap
+from spartito.engine.precision import autocast
 from spartito.errors import UserError
 from spartito.mesh import placing
 from spartito.mesh.axes import Mesh
-from spartito.mesh.describe import describe
+from spartito.mesh.collectives import summing_at_end
+from spartito.mesh.describe import describe, first_of
 from spartito.mesh.layout import DEFAULT, Layout
 from spartito.names import ENV_PROFILE
 from spartito.notes import note
@@ -61,6 +65,8 @@ NEIGHBOURS = 7
 """Forks that train beside this process at most, ..."""
 COPIES = 4
 """... each with its own parameters, gradients and optimizer's state."""
+ALONG = 20
+"""A model that is cut among some tasks has this part of the time, where its passes are short."""
 SIZE = "size"
 IQR = 1.349
 """Standard deviations between the quartiles of a normal distribution."""
@@ -411,11 +417,52 @@ class Profiler:
             return None
         if found.nbytes == found.whole_nbytes or not found.costs:
             return None
+        parameters = found.nbytes / found.whole_nbytes
+        passes = self._passes_along(planned, layout, batch)
         return {
-            "parameters": found.nbytes / found.whole_nbytes,
+            "parameters": parameters,
             "calls": sum(cost.calls for cost in found.costs),
             "bytes": sum(cost.nbytes for cost in found.costs) / max(1, batch.size),
+            "passes": parameters if passes is None else passes,
         }
+
+    def _passes_along(
+        self, planned: Mapping[str, placing.Placed], layout: Layout, batch: Batch
+    ) -> float | None:
+        """What a forward and backward pass of the first task takes, as a part of a whole model's.
+
+        None where that cannot be tried here.
+        """
+        nbytes = sum(map(_nbytes, [*self._model.parameters(), *self._model.buffers()]))
+        if nbytes * COPIES > available_memory() / 2:
+            return None
+        shares: list[float] = []
+        try:
+            whole = copy.deepcopy(self._model).train()
+            cut = first_of(self._model, planned, layout)
+            until = time.perf_counter() + self._seconds / ALONG
+            while len(shares) <= LEAST or time.perf_counter() < until:
+                seconds = [self._pass(model, batch) for model in (cut, whole)]
+                shares.append(seconds[0] / seconds[1])
+        except Exception as error:  # whatever the user's model says
+            note("the time of a cut model is not measured: %s", error)
+            return None
+        return median(shares[1:])  # the first ones make room in memory
+
+    def _pass(self, model: nn.Module, batch: Batch) -> float:
+        """The seconds of a forward and a backward pass."""
+        loss, pair = self._trainer.loss, self._engine.team.pairs.only
+        batch = in_dtype(batch, pair.dtype)
+        for parameter in model.parameters():
+            parameter.grad = None
+        self._synchronize()
+        began = time.perf_counter()
+        with autocast(pair.precision, self._device), summing_at_end():
+            output = forward(model, batch.data, loss is not None)
+            found = weigh(evaluate_loss(loss, output, batch), batch)
+            found.value.backward()
+        self._synchronize()
+        return time.perf_counter() - began
 
 
 def _in_a_row(model: nn.Module) -> dict[str, nn.Module]:

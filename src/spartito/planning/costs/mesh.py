@@ -9,7 +9,7 @@ from typing import Any
 from spartito.declared import Declared
 from spartito.errors import UserError
 from spartito.names import divisors
-from spartito.planning.costs.compute import own_step, together
+from spartito.planning.costs.compute import own_step, passes, together
 from spartito.planning.costs.exchange import all_reduce, machines_of
 from spartito.planning.costs.memory import held
 from spartito.planning.costs.parts import (
@@ -53,8 +53,8 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     replicas = cluster.tasks // size
     examples = situation.batch / replicas
     own = own_step(situation, examples)
-    cut = min(1.0, (1 - along.parameters) / (1 - 1 / size)) if size > 1 else 0.0
-    own[COMPUTE] *= 1 - cut + cut / size
+    whole = sum(passes(situation, part, examples) for part in ("forward", "backward"))
+    own[COMPUTE] -= whole * (1 - along.passes)
     own[UPDATE] *= along.parameters
     near = machines_of(situation, size)
     each = along.bytes * examples / max(1, along.calls)
