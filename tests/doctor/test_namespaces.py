@@ -110,10 +110,10 @@ def test_one_that_does_not_reach_the_first_is_not_said_to_be_off(
 
 def test_the_ways_of_a_slow_cable_are_marked(commands: Commands, hosts: Hosts) -> None:
     three = hosts("alpha", "beta", "gamma")
-    three[2].slow_down(Link.read("5mbit"), both=False)
+    three[2].slow_down(Link.read("1mbit"), both=False)  # far below what busy cores leave others
     found = report(examine(commands, three))
     slow = {(source, target) for source, target in found["slow"]}
-    assert slow >= {("worker 2", "worker 0"), ("worker 2", "worker 1")}
+    assert slow >= {("worker 2", "worker 0"), ("worker 2", "worker 1")}, found
     assert ("worker 0", "worker 1") not in slow
     assert "from worker 2 to worker 0 is far slower than its reverse" in what(found, "slow")
 
