@@ -133,9 +133,8 @@ def test_a_cut_that_costs_more_than_it_saves_is_named() -> None:
 
 
 def test_the_first_task_of_a_model_computes_its_own_shards() -> None:
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).double()
-    x = torch.randn(5, 6, dtype=torch.float64)
-    first, second = model[0], model[2]
+    first, second = nn.Linear(6, 8).double(), nn.Linear(8, 4).double()
+    model, x = nn.Sequential(first, nn.ReLU(), second), torch.randn(5, 6, dtype=torch.float64)
     layout = Layout(DEFAULT, {"data": 1, "model": 2})
     found = first_of(model, plan(model, layout), layout)
     hidden = torch.relu(x @ first.weight[:4].T + first.bias[:4])

@@ -37,6 +37,7 @@ PROFILE = Profile(
     base_memory=300_000_000,
     fork_saves=50_000_000,
     activations=100_000.0,
+    adding=1e-3,
     samples=(
         Sample(1, 64, 1e-4, 1e-2, 2e-2, 4e-3, 1e-4, 100, 0.02, 0.04),
         Sample(1, 16, 1e-4, 3e-3, 6e-3, 4e-3, 1e-4, 100, 0.02, 0.04),

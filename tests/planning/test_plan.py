@@ -249,7 +249,15 @@ def test_a_training_is_profiled_and_planned(
     # Of each example 64 numbers behind the first layer, ReLU and the second one; 4 are returned.
     least = 4 * (64 + 64 + 4)
     assert least <= steps["activations"]["bytes"] / steps["activations"]["batch"] <= 4 * least
-    assert [part["name"] for part in steps["parts"]] == ["0", "1", "2", "3"]
+    assert [part["name"] for part in steps["parts"]] == ["", "1", "2", "3"]
+    assert [part["output"] for part in steps["parts"]] == [64 * 4, 64 * 4, 64 * 4, 0]
+    assert [part["parameters"] for part in steps["parts"]] == [
+        21 * 64 * 4,
+        0,
+        65 * 64 * 4,
+        65 * 4 * 4,
+    ]
+    assert steps["adding"] > 0
     assert steps["mesh"]["2"]["parameters"] < 0.7
     assert steps["mesh"]["2"]["passes"] != steps["mesh"]["2"]["parameters"]  # it was measured
     assert steps["contention"] is None

@@ -49,6 +49,25 @@ class Start:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What lies between two operations with which a stage can begin.
+
+    Attributes:
+        path: The module whose call begins it; "" for the first one.
+        call: How often that was called before.
+        cost: Seconds of its forward and backward pass, or how many parameters it has.
+        entering: Bytes that come from the part before.
+        parameters: Those that it is the first to use.
+    """
+
+    path: str
+    call: int
+    cost: float
+    entering: int
+    parameters: tuple[str, ...]
+
+
 def named(program: Program, model: nn.Module, split: Sequence[str], stages: int) -> list[Start]:
     """The starts that a user named.
 
@@ -113,24 +132,46 @@ def balanced(program: Program, model: nn.Module, stages: int, call: Call | None)
     Raises:
         UserError: The model has fewer starts at which a stage can begin.
     """
-    found = _thinned(program, _candidates(program))
-    layers = len(_with_parameters(program, found))
+    parts = parts_of(program, model, call)
+    layers = sum(bool(part.parameters) for part in parts)
     if layers < stages:
-        paths = [entry.path for entry in found]
+        paths = [part.path for part in parts[1:]]
         raise UserError(
             f"{stages} stages of a model that has {layers} layers in a row"
             + (f": {paths[0]} to {paths[-1]}" if paths else ""),
             f"Take stages={max(1, layers)} or less, or name the modules that begin stages by "
             "split=[...]: modules that the forward pass calls one after the other.",
         )
-    starts = [entry.index for entry in found]
-    cut = Cut(program, tuple(starts))
+    chosen = outermost(
+        [part.cost for part in parts],
+        [part.entering / BYTES_PER_SECOND for part in parts],
+        [bool(part.parameters) for part in parts],
+        stages,
+        [part.path.count(".") for part in parts[1:]],
+    )
+    return [Start(parts[number].path, parts[number].call) for number in chosen]
+
+
+def parts_of(program: Program, model: nn.Module, call: Call | None) -> list[Part]:
+    """The parts in a row between which a stage may begin.
+
+    Args:
+        program: The model's operations.
+        model: As for `balanced`, like the next one.
+        call: As for `balanced`.
+
+    Returns:
+        One or more.
+    """
+    found = _thinned(program, _candidates(program))
+    cut = Cut(program, tuple(entry.index for entry in found))
     costs = _counted(cut, model) if call is None else _measured(cut, model, call)
-    moves = [_nbytes(cut, stage) / BYTES_PER_SECOND for stage in range(cut.stages)]
-    owned = [bool(names) for names in _owned(cut)]
-    depths = [entry.path.count(".") for entry in found]
-    chosen = outermost(costs, moves, owned, stages, depths)
-    return [Start(found[part - 1].path, found[part - 1].call) for part in chosen]
+    return [
+        Part(entry.path, entry.call, cost, _nbytes(cut, number), tuple(owned))
+        for number, (entry, cost, owned) in enumerate(
+            zip([Entry("", 0, 0), *found], costs, _owned(cut), strict=True)
+        )
+    ]
 
 
 def outermost(
@@ -238,11 +279,6 @@ def _thinned(program: Program, entries: list[Entry]) -> list[Entry]:
         entries, key=lambda entry: (sizes[entry.index], entry.path.count("."), entry.index)
     )
     return sorted(few[:MOST], key=lambda entry: entry.index)
-
-
-def _with_parameters(program: Program, entries: Sequence[Entry]) -> list[int]:
-    cut = Cut(program, tuple(entry.index for entry in entries))
-    return [stage for stage, names in enumerate(_owned(cut)) if names]
 
 
 def _owned(cut: Cut) -> list[list[str]]:

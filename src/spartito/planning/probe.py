@@ -31,8 +31,11 @@ LOADED = ("torch._dynamo", "spartito.training.trainer")
 """What tasks need, which are forks of a process that has it. The first optimizer of a process loads
 torch._dynamo, which takes longer than all that is measured."""
 LIMIT = 60.0
-SIZES = {1 << 8: 200, 1 << 18: 20, 1 << 22: 3}
-"""Floats of a sum, and how often each is made in a round."""
+SMALL, LEAST, MOST = 1 << 10, 1 << 20, 1 << 26
+"""Bytes of a small sum, and between which the other one is, which has those of the model: the more
+a sum has, the more a byte takes, as less of it is in the caches."""
+MOVED = 1 << 24
+"""Bytes that all sums of a round have together."""
 ROUNDS = 5
 """Of which the quickest counts: other programs are no part of an exchange."""
 COMPUTES = 0.1
@@ -53,9 +56,10 @@ def main() -> None:
     file, told = Path(sys.argv[1]), sys.stdin.readline()
     if not told:  # nobody wants to know any more
         return
-    shape = reference.Shape.like(*map(int, told.split()))
+    tensors, nbytes = map(int, told.split())
+    shape = reference.Shape.like(tensors, nbytes)
     torch.set_num_threads(1)
-    found = together(_exchanges, 2)
+    found = together(partial(_exchanges, min(max(LEAST, nbytes), MOST)), 2)
     note("profiles %s", shape)
     found["reference"] = together(partial(reference.profiled, shape), 1)
     found["trials"] = {}
@@ -144,8 +148,8 @@ def _run(
         os._exit(code)
 
 
-def _exchanges() -> dict[str, Any]:
-    """What two tasks measure; the first one tells."""
+def _exchanges(nbytes: int) -> dict[str, Any]:
+    """What two tasks measure, with sums of so many bytes; the first one tells."""
     from torch.distributed import TCPStore
 
     from spartito.collectives.shared_memory import Cores, SharedMemoryCollective
@@ -166,7 +170,7 @@ def _exchanges() -> dict[str, Any]:
     if shares_memory():
         spins = Cores.own().suffice([Cores.own()] * 2, cgroup_quota())
         ways["memory"] = SharedMemoryCollective(group.under("memory"), spins)
-    found: dict[str, Any] = {way: _sums(each) for way, each in ways.items()}
+    found: dict[str, Any] = {way: _sums(each, nbytes) for way, each in ways.items()}
     if rank == 0:
         alone = _computed()
         store.set("alone", "done")
@@ -182,12 +186,13 @@ def _exchanges() -> dict[str, Any]:
     return found
 
 
-def _sums(group: Any) -> list[list[float]]:
-    """Bytes of each size, and the seconds that a sum of them takes, as in a step."""
+def _sums(group: Any, nbytes: int) -> list[list[float]]:
+    """Few bytes and so many, and the seconds that a sum of them takes, as in a step."""
     import torch
 
     found = []
-    for floats, repeats in SIZES.items():
+    for floats in (SMALL // 4, nbytes // 4):
+        repeats = min(200, 1 + MOVED // (floats * 4))
         gradient = torch.zeros(floats)
         reducer = group.reducer(floats, torch.float32, torch.device("cpu"))
 

@@ -77,9 +77,9 @@ class Part:
 
     Attributes:
         name: Its path.
-        seconds: Of its forward pass; parts are compared with each other alone.
+        seconds: Of its forward and backward pass; parts are compared with each other alone.
         parameters: Its bytes.
-        output: Bytes of what it returns, for each example.
+        output: Bytes that the next one gets, for each example.
     """
 
     name: str
@@ -169,6 +169,7 @@ class Machine:
 class Profile:
     """What a plan knows of a training; all of it was measured, or is the user's own figure.
 
+    ``adding`` are the seconds in which the gradients of a pass are added to those that wait.
     ``base_memory`` are the bytes of a process without tensors; a task that is forked has
     ``fork_saves`` less in RAM: libraries that it has not used since.
     """
@@ -188,6 +189,7 @@ class Profile:
     base_memory: int
     fork_saves: int
     activations: float
+    adding: float
     samples: tuple[Sample, ...]
     parts: tuple[Part, ...]
     mesh: Mapping[int, Along]

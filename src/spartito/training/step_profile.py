@@ -38,6 +38,8 @@ from spartito.mesh.describe import describe, first_of
 from spartito.mesh.layout import DEFAULT, Layout
 from spartito.names import ENV_PROFILE
 from spartito.notes import note
+from spartito.pipeline.program import record
+from spartito.pipeline.split import Part, parts_of
 from spartito.report.lines import line_of
 from spartito.steps.computation import WholeModel
 from spartito.storage.atomic import write_file_atomically
@@ -60,7 +62,8 @@ DIVISIONS = 4
 """The second batch size is the first one divided by this, or by what it allows."""
 AXES = (2, 4, 8)
 """Tasks among which tensors are cut, for the strategy mesh."""
-MOST_PARTS = 512
+MICROBATCHES = 8
+"""In which a pipeline takes a batch."""
 NEIGHBOURS = 7
 """Forks that train beside this process at most, ..."""
 COPIES = 4
@@ -171,7 +174,7 @@ class Profiler:
             batch = next(self._batches(1))
             torch.set_num_threads(1)  # parts are compared with each other alone
             kept = self._activations(batch)
-            parts = self._parts(batch)
+            parts, adding = self._parts(), self._adding()
             contention = self._contention(min(2, divisions))
         learned = optimizer_parameters(trainer.optimizer)
         parameters, buffers = list(self._model.parameters()), list(self._model.buffers())
@@ -204,6 +207,7 @@ class Profiler:
             "activations": kept,
             "samples": [sample.record() for sample in samples],
             "contention": contention,
+            "adding": adding,
             "parts": parts,
             "mesh": {str(size): found for size in AXES if (found := self._along(size, batch))},
         }
@@ -372,36 +376,48 @@ class Profiler:
             self._trainer.strategy.step(batch, self._trainer.loss)
         return {"bytes": sum(seen.values()), "batch": batch.size}
 
-    def _parts(self, batch: Batch) -> list[dict[str, Any]]:
-        """The modules in a row between which a pipeline may cut: seconds, bytes of each."""
-        modules = _in_a_row(self._model)
-        seconds = dict.fromkeys(modules, 0.0)
-        sizes = dict.fromkeys(modules, 0)
-        starts: dict[str, float] = {}
-        hooks = []
-        for name, module in modules.items():
+    def _parts(self) -> list[dict[str, Any]]:
+        """The parts in a row between which a pipeline may cut: seconds, bytes of each.
 
-            def begin(*_: Any, name: str = name) -> None:
-                starts[name] = time.perf_counter()
+        One, where no pipeline can train the model.
+        """
+        loss, pair, size = self._trainer.loss, self._engine.team.pairs.only, self._chain.batch_size
+        batch = next(self._batches(min(MICROBATCHES, size or 1)))
+        data = in_dtype(batch, pair.dtype).data
 
-            def end(_: Any, __: Any, output: Any, *, name: str = name) -> None:
-                seconds[name] += time.perf_counter() - starts[name]
-                sizes[name] = sum(map(_nbytes, _tensors(output)))
+        def call() -> Any:
+            with autocast(pair.precision, self._device):
+                return forward(self._model, data, loss is not None)
 
-            hooks += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
-        for _ in range(LEAST):
-            self._trainer.strategy.step(batch, self._trainer.loss)
-        for hook in hooks:
-            hook.remove()
+        sizes = {name: _nbytes(parameter) for name, parameter in self._model.named_parameters()}
+        try:
+            found = parts_of(record(self._model, call, self._device), self._model, call)
+        except Exception as error:  # whatever the user's model says
+            note("no pipeline trains this model: %s", error)
+            found = [Part("", 0, 1.0, 0, tuple(sizes))]
+        follows = [*(part.entering for part in found[1:]), 0]
         return [
             {
-                "name": name,
-                "seconds": seconds[name] / LEAST,
-                "parameters": sum(map(_nbytes, module.parameters())),
-                "output": sizes[name] / max(1, batch.size),
+                "name": part.path,
+                "seconds": part.cost,
+                "parameters": sum(sizes[name] for name in part.parameters),
+                "output": output / max(1, batch.size),
             }
-            for name, module in modules.items()
+            for part, output in zip(found, follows, strict=True)
         ]
+
+    def _adding(self) -> float:
+        """The seconds in which gradients are added to those that wait."""
+        found = optimizer_parameters(self._trainer.optimizer)
+        waiting, new = ([torch.zeros_like(p) for p in found] for _ in range(2))
+        times = []
+        for _ in range(ROUNDS):
+            self._synchronize()
+            began = time.perf_counter()
+            torch._foreach_add_(waiting, new)
+            self._synchronize()
+            times.append(time.perf_counter() - began)
+        return min(times)
 
     def _along(self, size: int, batch: Batch) -> dict[str, float] | None:
         """What ``mesh(model=size)`` does to the model: bytes of a task, collectives of a step.
@@ -447,7 +463,7 @@ class Profiler:
         except Exception as error:  # whatever the user's model says
             note("the time of a cut model is not measured: %s", error)
             return None
-        return median(shares[1:])  # the first ones make room in memory
+        return median(shares[1:])  # the first ones take new memory
 
     def _pass(self, model: nn.Module, batch: Batch) -> float:
         """The seconds of a forward and a backward pass."""
@@ -463,21 +479,6 @@ class Profiler:
             found.value.backward()
         self._synchronize()
         return time.perf_counter() - began
-
-
-def _in_a_row(model: nn.Module) -> dict[str, nn.Module]:
-    """The parts of a model by their paths: what it holds, with lists and sequences opened."""
-    found = {"": model}
-    for _ in range(4):
-        opened: dict[str, nn.Module] = {}
-        for path, module in found.items():
-            children = {f"{path}.{name}".strip("."): m for name, m in module.named_children()}
-            opens = isinstance(module, nn.Sequential | nn.ModuleList) or len(found) == 1
-            opened |= children if opens and children else {path: module}
-        if len(opened) == len(found) or len(opened) > MOST_PARTS:
-            break
-        found = opened
-    return found
 
 
 def _nbytes(tensor: Tensor) -> int:
