@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 import spartito as sp
 
-EXAMPLES, EPOCHS = 2048, 3
+EPOCHS = 3
+FEW, MANY = 2048, 16_384
+"""Examples, so that an epoch of a small model takes long against its beginning and end, too."""
 CLASSES, TOKENS, LENGTH = 10, 20_000, 32
 
 
@@ -114,40 +116,40 @@ def encoder() -> nn.Module:
     return _transformer(256, 2, 4000)
 
 
-Model = tuple[Callable[[], nn.Module], str, int]
+Model = tuple[Callable[[], nn.Module], str, int, int]
 PIXELS, PHOTOS, IDS = "pixels", "photos", "tokens"
 BUILT: dict[str, Model] = {
-    "mlp": (mlp, PIXELS, 64),
-    "wide": (wide, PIXELS, 64),
-    "convolutions": (convolutions, PHOTOS, 32),
-    "embedding": (embedding, IDS, 64),
-    "decoder": (decoder, IDS, 32),
+    "mlp": (mlp, PIXELS, 64, MANY),
+    "wide": (wide, PIXELS, 64, FEW),
+    "convolutions": (convolutions, PHOTOS, 32, FEW),
+    "embedding": (embedding, IDS, 64, MANY),
+    "decoder": (decoder, IDS, 32, FEW),
 }
 NEW: dict[str, Model] = {
-    "deep": (deep, PIXELS, 64),
-    "recurrent": (recurrent, IDS, 64),
-    "mixer": (mixer, IDS, 32),
-    "separable": (separable, PHOTOS, 32),
-    "encoder": (encoder, IDS, 32),
+    "deep": (deep, PIXELS, 64, MANY),
+    "recurrent": (recurrent, IDS, 64, MANY),
+    "mixer": (mixer, IDS, 32, FEW),
+    "separable": (separable, PHOTOS, 32, FEW),
+    "encoder": (encoder, IDS, 32, FEW),
 }
 
 
-def data(kind: str) -> Tensor:
-    """Examples of a kind, all random."""
+def data(kind: str, examples: int) -> Tensor:
+    """So many examples of a kind, all random."""
     if kind == IDS:
-        return torch.randint(0, 1000, (EXAMPLES, LENGTH))
+        return torch.randint(0, 1000, (examples, LENGTH))
     if kind == PHOTOS:
-        return torch.rand(EXAMPLES, 3, 32, 32)
-    return torch.rand(EXAMPLES, 784)
+        return torch.rand(examples, 3, 32, 32)
+    return torch.rand(examples, 784)
 
 
 def main(name: str) -> None:
     """Train it."""
     torch.manual_seed(0)
-    make, kind, batch = (BUILT | NEW)[name]
+    make, kind, batch, examples = (BUILT | NEW)[name]
     trainer = sp.Trainer(make(), optimizer=torch.optim.Adam, loss=nn.CrossEntropyLoss())
-    labels: Any = torch.randint(0, CLASSES, (EXAMPLES,))
-    chain = sp.data.arrays(data(kind), labels).shuffle().batch(batch)
+    labels: Any = torch.randint(0, CLASSES, (examples,))
+    chain = sp.data.arrays(data(kind, examples), labels).shuffle().batch(batch)
     trainer.fit(chain, epochs=EPOCHS, verbose=False)
 
 
