@@ -29,8 +29,12 @@ import torch
 TELLS = (
     BEGINS
     + """
-import json, os, random, signal, threading
+import gc, json, os, random, signal, threading
 import numpy
+
+gc.unfreeze()  # else it does not see what the server had
+mains = [one for one in gc.get_objects() if type(one) is type(sys) and one.__name__ == __name__]
+names = sorted(set(globals()) - {"__warningregistry__"})
 
 def tells():
     main = sys.modules["__main__"]
@@ -41,6 +45,7 @@ def tells():
     return {
         "name": __name__, "file": __file__, "spec": __spec__ and __spec__.name,
         "package": __package__, "is main": main.tells is tells, "argv": sys.argv,
+        "cached": __cached__, "names": names, "mains": len(mains),
         "orig_argv": sys.orig_argv, "path": sys.path, "folder": os.getcwd(),
         "environment": dict(os.environ), "shown": shown == dict(os.environ),
         "own session": os.getsid(0) == os.getpid() == os.getpgid(0),
@@ -121,6 +126,15 @@ def test_an_exception_is_shown_as_python_shows_it(commands: Commands) -> None:
     forked, own = both(commands, "fails.py", code=1)
     assert "in inner" in forked
     assert forked.partition("Traceback")[2] == own.partition("Traceback")[2]
+
+
+def test_an_exception_before_the_program_is_found_says_where(commands: Commands) -> None:
+    (commands.directory / "deep").mkdir()
+    commands.write("deep/__init__.py", "def inner():\n    raise ValueError('no')\ninner()\n")
+    commands.write("deep/trains.py", "import torch\n")
+    forked, _ = both(commands, "-m", "deep.trains", code=1)
+    assert "in inner" in forked
+    assert "forked_task" not in forked
 
 
 @pytest.mark.parametrize(
@@ -229,6 +243,18 @@ def test_which_scripts_gain_by_a_server(tmp_path: Path, text: str, expected: boo
 def test_modules_gain_unless_they_are_pythons_own() -> None:
     assert gains(["-m", "spartito.recipes.mnist"])
     assert not gains(["-m", "timeit"])
+
+
+def test_a_module_that_sets_variables_gains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trains").mkdir()
+    for name in ("trains/__main__.py", "trains/early.py"):
+        (tmp_path / name).write_text("import os\nos.environ['A'] = 'b'\nimport torch\n")
+    (tmp_path / "trains/late.py").write_text("import torch\n")
+    found = {name: gains(["-m", name]) for name in ("trains", "trains.early", "trains.late")}
+    assert found == {"trains": False, "trains.early": False, "trains.late": True}
 
 
 def process(name: str, *words: str, python: str = sys.executable, **env: str) -> Process:

@@ -62,7 +62,7 @@ def check_program(argv: Sequence[str], module: bool) -> None:
             "Write it as: spartito run train.py",
         )
     if module:
-        _check_module(argv[0])
+        module_file(argv[0])
     else:
         _check_script(argv[0])
 
@@ -84,7 +84,15 @@ def _check_script(name: str) -> None:
     raise UserError(f"there is no script {name!r}", advice)
 
 
-def _check_module(name: str) -> None:
+def module_file(name: str) -> Path:
+    """The file that Python runs for a module; nothing is imported.
+
+    Args:
+        name: Of the module, or of a package that has a ``__main__``.
+
+    Raises:
+        UserError: Python could not run it.
+    """
     spec: ModuleSpec | None = None
     locations: Sequence[str] | None = [str(Path.cwd()), *sys.path]
     path = ""
@@ -94,11 +102,14 @@ def _check_module(name: str) -> None:
         if spec is None:
             raise UserError(f"there is no module named {path!r}", "Is its package installed?")
         locations = spec.submodule_search_locations
-    if spec is not None and locations is not None and not _find(f"{name}.__main__", locations):
+    if locations is not None:
+        spec = _find(f"{name}.__main__", locations)
+    if spec is None:
         raise UserError(
             f"{name!r} is a package without a __main__.py, which Python cannot run",
             f"Name a module in it, as -m {name}.train.",
         )
+    return Path(spec.origin or "")
 
 
 def _find(name: str, locations: Sequence[str] | None) -> ModuleSpec | None:

@@ -21,9 +21,12 @@ from typing import IO
 
 from spartito.cluster import tf_config
 from spartito.cluster.address_list import ENV_ADDRESS
+from spartito.errors import UserError
+from spartito.launch.processes import forked_task
 from spartito.launch.processes.forked_task import PADDING, READY
 from spartito.launch.processes.gpus import count_gpus
 from spartito.launch.processes.process import Process
+from spartito.launch.target import module_file
 from spartito.names import ENV_FORK, ENV_SECRET
 from spartito.system import adopt_orphans, die_with_parent
 from spartito.system.tpus import attached
@@ -38,7 +41,9 @@ LIMIT = 60.0
 BEYOND = 4096
 """Bytes for what the launcher adds to the variables of a task, as where its heartbeat is."""
 
-PROGRAM = ("-P", "-m", "spartito.launch.processes.forked_task")
+PROGRAM = ("-P", "-c", f"__import__({forked_task.__name__!r}, fromlist=['main']).main()")
+"""It defines nothing in ``__main__``, which becomes the task's own."""
+
 AMD = Path("/dev/kfd")
 
 
@@ -51,13 +56,14 @@ def gains(program: Sequence[str]) -> bool:
     Args:
         program: A script or ``-m`` and a module, and its arguments.
     """
-    if program[0] == "-m":
-        return _is_other(program[1])
+    module = program[1] if program[0] == "-m" else None
     try:
-        nodes = list(ast.walk(ast.parse(Path(program[0]).read_bytes())))
-    except (OSError, SyntaxError, ValueError):
+        path = Path(program[0]) if module is None else module_file(module)
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (OSError, SyntaxError, ValueError, UserError):
         return False  # Python says it
-    return any(map(_imports_others, nodes)) and not any(map(_changes_environment, nodes))
+    is_other = any(map(_imports_others, nodes)) if module is None else _is_other(module)
+    return is_other and not any(map(_changes_environment, nodes))
 
 
 def _imports_others(node: ast.AST) -> bool:

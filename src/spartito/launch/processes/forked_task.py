@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
@@ -166,26 +166,32 @@ def run(program: Sequence[str]) -> None:
     Raises:
         SystemExit: It ended so, or by an exception, which has been shown.
     """
-    code: CodeType | None = None
     try:
         code, main = _main_of(program)
-        sys.modules["__main__"] = main
         exec(code, main.__dict__)
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:
         frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code is not code:
+        while frames is not None and _is_inner(frames.tb_frame.f_globals):
             frames = frames.tb_next
-        error.__traceback__ = frames  # without ours
+        error.__traceback__ = frames
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
         sys.excepthook(type(error), error, frames)
         sys.exit(1)
 
 
+def _is_inner(names: Mapping[str, Any]) -> bool:
+    """Whether a frame with these globals is one by which a program is found and begins."""
+    return names is globals() or str(names.get("__name__")).partition(".")[0] == "importlib"
+
+
 def _main_of(program: Sequence[str]) -> tuple[CodeType, ModuleType]:
-    """The code of a program, and the module in which it runs; sets ``sys.argv``."""
-    main = ModuleType("__main__")
+    """The code of a program, and the module in which it runs; sets ``sys.argv``.
+
+    It is the module that is there: what was imported may know it already, as ``dill`` does.
+    """
+    main = sys.modules["__main__"]
     loader: Any
     if program[0] == "-m":
         spec = find_spec(program[1])
@@ -196,15 +202,12 @@ def _main_of(program: Sequence[str]) -> tuple[CodeType, ModuleType]:
         loader, path = spec.loader, spec.origin
         code: CodeType = loader.get_code(spec.name)
         main.__spec__, main.__package__, words = spec, spec.parent, program[2:]
+        cached = spec.cached
     else:
-        path, words = os.path.abspath(program[0]), program[1:]
+        path, words, cached = os.path.abspath(program[0]), program[1:], None
         loader = SourceFileLoader("__main__", path)
         code = loader.source_to_code(loader.get_data(path), path)
     main.__file__, main.__loader__ = path, loader
-    main.__dict__.update(__cached__=None, __builtins__=sys.modules["builtins"])
+    main.__dict__.update(__cached__=cached)
     sys.argv[:] = [path if program[0] == "-m" else program[0], *words]
     return code, main
-
-
-if __name__ == "__main__":
-    main()
