@@ -39,6 +39,20 @@ trainer(metrics=[3])                                 | 3 is no metric; Give a na
 trainer(strategy="mirored")                          | 'mirored' is not a strategy; mean 'mirrored'?
 trainer(strategy=sp.MirroredStrategy)                | is a type; sp.strategy()
 trainer(precision="f16")                             | unknown precision 'f16'; mean 'fp16'?
+trainer(precision=16)                                | unknown precision 16; Known: 16-mixed
+trainer(precision=None)                              | unknown precision None; Known: 16-mixed
+trainer(precision=torch.bfloat16)                    | precision torch.bfloat16; Known: 16-mixed
+trainer(precision=["bf16"])                          | unknown precision ['bf16']; mean 'bf16'?
+trainer(accumulate=None)                             | accumulate=None; a whole number
+trainer(accumulate=2.5)                              | accumulate=2.5; a whole number
+trainer(clip_norm="1.0")                             | clip_norm='1.0'; a number
+trainer(deterministic=None)                          | deterministic=None; True or False
+trainer(scheduler_interval=None)                     | None; epoch, step
+fit((x, y), callbacks=None)                          | None is no callback; sp.Callback
+fit((x, y), callbacks=3)                             | 3 is no callback; sp.Callback
+fit((x, y), initial_epoch=1.5)                       | initial_epoch=1.5) is a float; A whole number
+fit((x, y), initial_epoch=-1)                        | initial_epoch=-1; 0 or more
+sp.OneDeviceStrategy().prepare(opt, net)             | is no module; prepare(model, optimizer)
 trainer(accumulate=0)                                | accumulate=0; At least one
 trainer(clip_norm=-1)                                | clip_norm=-1; above 0
 trainer(on_nonfinite="skp")                          | on_nonfinite='skp'; mean 'skip'?

@@ -81,9 +81,9 @@ MOST_KNOWN = 24
 """So many names are listed at most where one is unknown."""
 
 
-def nearest(name: str, choices: Iterable[str]) -> str:
+def nearest(name: object, choices: Iterable[str]) -> str:
     """What to say about an unknown ``name``: the nearest of ``choices``, then they, if few."""
-    known = sorted(choices)
+    name, known = str(name), sorted(choices)
     close = get_close_matches(name, known, n=1, cutoff=0.5)
     guess = f"Did you mean {close[0]!r}? " if close else ""
     if len(known) <= MOST_KNOWN:

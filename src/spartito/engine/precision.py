@@ -28,7 +28,7 @@ def choose_precision(wanted: str, device: torch.device, computes: bool = True) -
     step by step: a convolutional network took 20 times as long as in fp32. There "bf16" becomes
     "fp32", with a warning, unless this task computes nothing.
     """
-    if wanted not in PRECISIONS:
+    if not isinstance(wanted, str) or wanted not in PRECISIONS:
         raise UserError(f"unknown precision {wanted!r}", nearest(wanted, PRECISIONS))
     chosen = PRECISIONS[wanted]
     if computes and chosen == "bf16" and device.type == "cpu" and not _cpu_knows_bf16():

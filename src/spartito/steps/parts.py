@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -56,10 +57,18 @@ class Settings:
         Raises:
             UserError: It says what.
         """
+        batches: object = self.accumulate
+        norm: object = self.clip_norm
+        if not isinstance(batches, Integral):
+            raise UserError(f"accumulate={batches!r}", "Give a whole number of batches.")
         if self.accumulate < 1:
-            raise UserError(f"accumulate={self.accumulate}", "At least one batch makes an update.")
+            raise UserError(f"accumulate={batches}", "At least one batch makes an update.")
+        if not isinstance(norm, Real | None):
+            raise UserError(f"clip_norm={norm!r}", "Give a number, or None.")
         if self.clip_norm is not None and not self.clip_norm > 0:
-            raise UserError(f"clip_norm={self.clip_norm}", "The norm of a gradient is above 0.")
+            raise UserError(f"clip_norm={norm}", "The norm of a gradient is above 0.")
+        if self.deterministic not in (True, False):
+            raise UserError(f"deterministic={self.deterministic!r}", "Give True or False.")
 
 
 class Held(Protocol):

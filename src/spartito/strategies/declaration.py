@@ -318,6 +318,8 @@ class Strategy:
             UserError: For a model, optimizer or setting that cannot be distributed.
             TaskLostError: If a task does not come within the time limit.
         """
+        if not isinstance(model, nn.Module):
+            raise UserError(f"model={model!r} is no module", "Write prepare(model, optimizer).")
         settings = Settings(accumulate, clip_norm, precision, deterministic, seed)
         return self.engine.prepare(model, optimizer, settings)
 

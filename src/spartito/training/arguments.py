@@ -213,6 +213,7 @@ def asked_epochs(
     max_steps: int | None = None,
     length: int | None = None,
     accumulate: int = 1,
+    first: int | None = None,
 ) -> int:
     """The number of epochs that the environment asks for, else the script's.
 
@@ -222,6 +223,7 @@ def asked_epochs(
         max_steps: The updates with which training ends.
         length: The batches of an epoch, where anybody knows.
         accumulate: How many of them make an update.
+        first: The epoch to begin with, where the script says one.
 
     Raises:
         UserError: For less than none, or no step of each.
@@ -231,12 +233,13 @@ def asked_epochs(
             raise UserError(f"{ENV_EPOCHS}={text!r} is not a whole number", "As 3, or unset it.")
         epochs = int(text)
     counts = {"epochs": epochs, "steps_per_epoch": steps, "max_steps": max_steps}
+    counts |= {"initial_epoch": first}
     for name, value in counts.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise UserError(
                 f"fit({name}={value!r}) is a {type(value).__name__}", f"A whole number: {name}=3."
             )
-        if value is not None and value < (name != "epochs"):
+        if value is not None and value < ("steps" in name):
             raise UserError(f"fit({name}={value})", "Epochs are 0 or more, steps 1 or more.")
     if epochs is not None:
         return epochs

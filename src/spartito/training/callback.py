@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -251,7 +251,7 @@ def hooks(callbacks: Sequence[Callback], name: str) -> list[Callable[..., None]]
 
 def check_given(callbacks: Callback | Sequence[Callback]) -> list[Callback]:
     """The callbacks that a user gave, one or several; `UserError` for what is none."""
-    given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+    given = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
     for callback in given:
         if isinstance(callback, type):
             raise UserError(f"{callback.__name__} is a class", f"Give {callback.__name__}().")

@@ -286,7 +286,8 @@ class Trainer:
         chain = with_class_weights(chain, weights)
         steps = steps_per_epoch or chain.steps_per_epoch
         by_steps = max_steps is not None and not has_epochs(epochs)
-        epochs = asked_epochs(epochs, steps_per_epoch, max_steps, steps, self.accumulate)
+        counts = epochs, steps_per_epoch, max_steps, steps, self.accumulate
+        epochs = asked_epochs(*counts, first=initial_epoch)
         if not epochs and self.is_chief:
             warn("fit(epochs=0) trains nothing")
         check_documents(unwrap(self.model), chain, self.strategy.num_replicas)
