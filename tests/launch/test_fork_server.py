@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from spartito.launch.processes.fork_server import OWN, gains, largest
+from spartito.launch.processes import fork_server
+from spartito.launch.processes.fork_server import OWN, ForkServer, gains, largest
 from spartito.launch.processes.process import Process
 from spartito.names import ENV_FORK
 from tests import skips
@@ -215,6 +218,29 @@ def test_a_task_that_is_started_again_is_forked_too(commands: Commands) -> None:
     ended = commands.spartito("run", *words, "again.py", env=FORKS)
     assert ended.code == 0, ended.text
     assert "it is started again" in ended.err
+
+
+def test_a_server_that_stands_still_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import torch\n")
+    task = process("worker 0", str(script), **os.environ)
+    reads, writes = os.pipe()
+    before = set(psutil.Process().children())
+    server = ForkServer(task, {}, writes)
+    try:
+        assert server.wait(reads, lambda: False)
+        (child,) = set(psutil.Process().children()) - before
+        child.suspend()
+        monkeypatch.setattr(fork_server, "LIMIT", 0.01)
+        assert server.start(task.env) is None
+        monkeypatch.undo()
+        assert server.start(task.env) is None  # it is gone
+    finally:
+        server.close()
+        os.close(reads)
+        os.close(writes)
 
 
 @pytest.mark.parametrize(

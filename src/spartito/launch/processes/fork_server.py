@@ -35,8 +35,11 @@ OWN = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", tf_config.VARIABLE, ENV_ADD
 """Variables that only tasks have: who one is, and its secret, which is in no environment that
 ``/proc`` shows. No module reads them when it is imported."""
 
-LIMIT = 60.0
-"""Seconds for a fork: one that takes longer does not come, as where the server was stopped."""
+LIMIT = 10.0
+"""Seconds for a fork: one that takes longer does not come, as where the server was stopped.
+
+Meanwhile the launcher sees nothing else.
+"""
 
 BEYOND = 4096
 """Bytes for what the launcher adds to the variables of a task, as where its heartbeat is."""
@@ -194,10 +197,10 @@ class ForkServer:
             env: Its whole environment.
 
         Returns:
-            The task; None where the server is gone.
+            The task; None where the server is gone, or stood still and was ended.
 
         Raises:
-            OSError: As of a fork, or it did not come in time.
+            OSError: As of a fork.
         """
         self._asks.settimeout(LIMIT)
         reads, writes = zip(os.pipe(), os.pipe(), strict=True)
@@ -208,7 +211,8 @@ class ForkServer:
                 socket.send_fds(self._asks, [b"+"], files)
                 self._asks.sendall(json.dumps(dict(env)).encode() + b"\n")
                 said = int(self._line() or 0)
-        except ConnectionError:
+        except (ConnectionError, TimeoutError):
+            self._popen.kill()  # one that stands still would fork it later
             said = 0
         finally:
             adopt_orphans(False)
