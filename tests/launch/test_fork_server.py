@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -281,6 +282,23 @@ def test_a_module_that_sets_variables_gains_nothing(
     (tmp_path / "trains/late.py").write_text("import torch\n")
     found = {name: gains(["-m", name]) for name in ("trains", "trains.early", "trains.late")}
     assert found == {"trains": False, "trains.early": False, "trains.late": True}
+
+
+def test_a_fork_that_the_launcher_cannot_know_of_does_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n")
+    (never, _), (enlisted, enlists) = os.pipe(), os.pipe()
+    task = Process("worker 0", [sys.executable, str(script)], dict(os.environ))
+    server = ForkServer(task, {}, enlists)
+    assert server.wait(never, lambda: False)
+    with open(os.devnull, "r+b") as nothing:
+        socket.send_fds(server._asks, [b"+"], [*[nothing.fileno()] * 3, enlists])
+    server._asks.sendall(b"{}\n")
+    server._asks.close()  # where the server would say of whom it has forked
+    os.close(enlists)
+    with open(enlisted, "rb") as file:
+        assert file.read() == b""  # nobody has begun, and nobody is left who could
+    server.close()
 
 
 def process(name: str, *words: str, python: str = sys.executable, **env: str) -> Process:

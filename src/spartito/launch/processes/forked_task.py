@@ -79,21 +79,26 @@ def _serve(asked: socket.socket) -> bool:
             return False
         with asked.makefile("rb") as lines:
             env: dict[str, str] = json.loads(lines.readline())
-        pid = _forked(files)
+        pid, go = _forked()
         if pid == 0:
             _begin(env, files, launcher)
             return True
         for file in files:
             os.close(file)
         asked.sendall(b"%d\n" % pid)
+        if go is not None:
+            with suppress(BrokenPipeError):  # it was killed
+                os.write(go, b"+")
+            os.close(go)
 
 
-def _forked(files: Sequence[int]) -> int:
+def _forked() -> tuple[int, int | None]:
     """Fork a process whose parent is the launcher: the one between us and it ends.
 
     Returns:
-        Its process id; less than 0 is the error for which there is none. In the process itself, 0,
-        once the launcher is its parent.
+        Its process id, and where it waits for a byte: by then the launcher knows of it, which else
+        may have a second one of this task. Less than 0 is the error for which there is none. In
+        the process itself, 0, once the byte is there; it ends where none comes.
     """
     (born, says), (waits, go) = os.pipe(), os.pipe()
     try:
@@ -101,7 +106,7 @@ def _forked(files: Sequence[int]) -> int:
     except OSError as error:
         for file in (born, says, waits, go):
             os.close(file)
-        return -(error.errno or 1)
+        return -(error.errno or 1), None
     if between == 0:
         try:
             if pid := os.fork():
@@ -111,17 +116,17 @@ def _forked(files: Sequence[int]) -> int:
             os.write(says, b"%d" % -(error.errno or 1))
             os._exit(0)
         os.close(go)
-        os.read(waits, 1)
+        if not os.read(waits, 1):
+            os._exit(1)
         for file in (born, says, waits):
             os.close(file)
-        return 0
+        return 0, None
     os.close(says)
     os.close(waits)
     pid = int(os.read(born, 32))
     os.waitpid(between, 0)
-    os.close(go)
     os.close(born)
-    return pid
+    return pid, go
 
 
 def _begin(env: dict[str, str], files: Sequence[int], launcher: int) -> None:
