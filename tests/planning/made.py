@@ -14,6 +14,7 @@ MACHINE = Machine(
     cores=4,
     memory=8e9,
     shared=Line(1e-5, 2e-10),
+    copy=1e-10,
     sockets=Line(1e-4, 8e-10),
     contention=0.1,
     disk=2e8,

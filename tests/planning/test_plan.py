@@ -278,8 +278,9 @@ def exchanged(steps: dict[str, Any]) -> dict[str, Any]:
     """What `spartito.planning.probe` writes, with round numbers."""
     return {
         "sockets": [[1e3, 1e-4], [1e6, 1e-3]], "memory": [[1e3, 1e-5], [1e6, 2e-4]],
-        "contention": 0.2, "disk": 1e8, "codes": {"8bit": {"bytes": 0.25, "pack": 1e-9,
-        "unpack": 1e-9}}, "reference": steps, "trials": {"mirrored": 1.0, "sharded(zero=2)": 0.0},
+        "contention": 0.2, "copy": 1e-10, "disk": 1e8,
+        "codes": {"8bit": {"bytes": 0.25, "pack": 1e-9, "unpack": 1e-9}},
+        "reference": steps, "trials": {"mirrored": 1.0, "sharded(zero=2)": 0.0},
     }  # fmt: skip
 
 

@@ -97,6 +97,7 @@ def _machine(steps: Mapping[str, Any], exchanges: Mapping[str, Any]) -> Machine:
         memory=memory_limit(),
         shared=Line.through([(x, y) for x, y in exchanges.get("memory", exchanges["sockets"])]),
         sockets=Line.through([(x, y) for x, y in exchanges["sockets"]]),
+        copy=exchanges["copy"],
         contention=exchanges["contention"] if contention is None else contention,
         disk=exchanges["disk"],
         start=steps["started"],

@@ -34,8 +34,9 @@ LIMIT = 60.0
 SMALL, LEAST, MOST = 1 << 10, 1 << 20, 1 << 26
 """Bytes of a small sum, and between which the other one is, which has those of the model: the more
 a sum has, the more a byte takes, as less of it is in the caches."""
-MOVED = 1 << 24
-"""Bytes that all sums of a round have together."""
+MOVED, WORK = 1 << 24, 1 << 23
+"""Bytes that all sums of a round have together, and that are changed before each: more than a core
+has in its own caches."""
 ROUNDS = 5
 """Of which the quickest counts: other programs are no part of an exchange."""
 COMPUTES = 0.1
@@ -183,6 +184,7 @@ def _exchanges(nbytes: int) -> dict[str, Any]:
         each.close()
     if rank == 0:
         found |= {"contention": max(0.0, alone / beside - 1), "disk": _disk(), "codes": _codes()}
+        found["copy"] = _copied(nbytes)
     return found
 
 
@@ -192,7 +194,7 @@ def _sums(group: Any, nbytes: int) -> list[list[float]]:
 
     found = []
     for floats in (SMALL // 4, nbytes // 4):
-        repeats = min(200, 1 + MOVED // (floats * 4))
+        repeats = min(20, 1 + MOVED // (floats * 4))
         gradient = torch.zeros(floats)
         reducer = group.reducer(floats, torch.float32, torch.device("cpu"))
 
@@ -206,12 +208,28 @@ def _sums(group: Any, nbytes: int) -> list[list[float]]:
     return found
 
 
+def _copied(nbytes: int) -> float:
+    """The seconds in which one of so many bytes is copied."""
+    import torch
+
+    source, target = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4)
+    repeats = 1 + MOVED // nbytes
+    times = [_seconds(lambda: target.copy_(source), repeats, float) for _ in range(ROUNDS)]
+    return min(times) / nbytes
+
+
 def _seconds(call: Callable[[], object], repeats: int, meet: Callable[[], object]) -> float:
-    meet()
-    began = time.perf_counter()
+    """The mean of several calls, before each of which a step's work has filled the caches."""
+    import torch
+
+    work, spent = torch.zeros(WORK // 4), 0.0
     for _ in range(repeats):
+        work.add_(1.0)
+        meet()
+        began = time.perf_counter()
         call()
-    return (time.perf_counter() - began) / repeats
+        spent += time.perf_counter() - began
+    return spent / repeats
 
 
 def _computed() -> float:

@@ -146,6 +146,7 @@ class Machine:
         memory: Bytes.
         shared: Seconds of a sum between two processes by shared memory, by bytes.
         sockets: The same by sockets of the loopback.
+        copy: Seconds in which a process copies a byte, of as many as the model has.
         contention: By what part a task computes slower for each other one that does, too.
         disk: Bytes a second that reach its disk.
         start: Seconds from the start of a process to its first step.
@@ -158,6 +159,7 @@ class Machine:
     memory: float
     shared: Line
     sockets: Line
+    copy: float
     contention: float
     disk: float
     start: float
@@ -218,10 +220,13 @@ class Profile:
         return max(found, values[last] * last / threads if threads > last else 0.0)
 
     def deviation(self, threads: float) -> float:
-        """The standard deviation of a step's seconds, as a part of them."""
+        """The standard deviation of a step's seconds, as a part of them, where it is least.
+
+        Other programs only add to it.
+        """
         nearest = min({s.threads for s in self.samples}, key=lambda count: abs(count - threads))
         found = [s.deviation for s in self.samples if s.threads == nearest]
-        return sum(found) / len(found)
+        return min(found)
 
     def uncertainty(self, threads: float) -> float:
         """By what part most rounds of measurements were slower than the quickest one."""

@@ -161,7 +161,7 @@ def message(situation: Situation, nbytes: float, crosses: bool) -> Exchange:
     """
     machine, link = situation.profile.machine, situation.cluster.link
     if not crosses or link is None:
-        return Exchange(machine.shared.start + machine.shared.each * nbytes)
+        return Exchange(machine.shared.start + machine.copy * nbytes)
     work, on_line = machine.sockets.each * nbytes, nbytes * 8 / link.rate
     return Exchange(0.0, machine.sockets.start + link.delay + max(work, on_line), nbytes)
 

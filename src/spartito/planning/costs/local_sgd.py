@@ -66,7 +66,7 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     apart = min(count, cluster.machines)
     compress = strategy.options.get("compress")
     meeting = coded(situation, model.parameters, max(count, apart), apart, compress)
-    copies = situation.profile.machine.shared.each * 2 * model.parameters
+    copies = situation.profile.machine.copy * 2 * model.parameters
     exchange = inside + meeting * (1 / every)
     seconds = {**own, **exchange.seconds}
     seconds["memory"] += copies / every

@@ -55,7 +55,7 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     push = message(situation, model.gradients, crosses)
     pull = message(situation, model.parameters, crosses)
     moved = push + pull
-    work = update + machine.shared.each * (model.gradients + model.parameters)
+    work = update + machine.copy * (model.gradients + model.parameters)
     served = _served(situation, work, max(model.gradients, model.parameters))
     own[MEMORY], own[LINK] = moved.memory, moved.link
     cycle = sum(own.values()) * cluster.slowest / cluster.mean_speed
@@ -100,7 +100,7 @@ def _apart(strategy: Declared, situation: Situation) -> Cost:
     crosses = cluster.machines > 1
     push = message(situation, model.parameters, crosses)
     moved = push + message(situation, model.parameters, crosses)
-    work = 3 * situation.profile.machine.shared.each * model.parameters
+    work = 3 * situation.profile.machine.copy * model.parameters
     served = _served(situation, work, model.parameters)
     step = sum(own.values()) + sum(groups.inside.seconds.values())
     cycle = every * step + moved.memory + moved.link
