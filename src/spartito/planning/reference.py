@@ -35,9 +35,9 @@ TRIED = (
 """Each with its other options as they are by default."""
 WORKERS, SERVERS = 2, 1
 BATCH = 8
-STEPS = 40
-"""Of an epoch: groups meet twice in it."""
-EPOCHS = 4
+STEPS = 60
+"""Of an epoch: groups meet three times in it."""
+EPOCHS = 3
 """The first one is not counted, and of the others the quickest."""
 SECONDS = 1.0
 """Of the profile of its steps on one device."""
