@@ -51,7 +51,7 @@ from spartito.training.neighbours import Neighbours
 if TYPE_CHECKING:
     from spartito.training.trainer import Trainer
 
-SECONDS = 9.0
+SECONDS = 8.0
 """Of all measurements together, where a step is short."""
 ROUNDS = 5
 """Each setting is measured so often, in turns: what disturbs the machine disturbs all of them."""
@@ -68,7 +68,7 @@ NEIGHBOURS = 7
 """Forks that train beside this process at most, ..."""
 COPIES = 4
 """... each with its own parameters, gradients and optimizer's state."""
-ALONG = 20
+ALONG = 30
 """A model that is cut among some tasks has this part of the time, where its passes are short."""
 SIZE = "size"
 IQR = 1.349
