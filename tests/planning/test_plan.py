@@ -262,7 +262,13 @@ def test_a_training_is_profiled_and_planned(
     assert steps["mesh"]["2"]["passes"] != steps["mesh"]["2"]["parameters"]  # it was measured
     assert steps["contention"] is None
 
-    found = profile_of(Program("mnist", kind="recipe"), {**steps, "started": 1.0}, exchanged(steps))
+    (tmp_path / "sets.py").write_text("import os, torch\nos.environ['OMP_NUM_THREADS'] = '1'\n")
+    (tmp_path / "trains.py").write_text("import torch\n")
+    steps |= {"started": 1.0, "fork_saves": 50}
+    for name, saves in (("sets.py", 0), ("trains.py", 50)):
+        script = Program(str(tmp_path / name))
+        assert profile_of(script, steps, exchanged(steps)).fork_saves == saves
+    found = profile_of(Program("mnist", kind="recipe"), steps, exchanged(steps))
     assert found.machine.contention == 0.2  # no core for a neighbour: what the exchange saw
     assert found.machine.overheads["mirrored"] > 0.9
     assert found.machine.overheads["sharded(zero=2)"] == 0

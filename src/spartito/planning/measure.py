@@ -18,9 +18,11 @@ from typing import IO, Any
 from spartito.cluster.resolver import check_alone
 from spartito.errors import UserError
 from spartito.launch.job import Program
+from spartito.launch.processes.fork_server import gains
 from spartito.launch.processes.local import RUNTIME
 from spartito.names import (
     ENV_EPOCHS,
+    ENV_FORK,
     ENV_PROFILE,
     ENV_RUN_DIR,
     ENV_SNAPSHOT_DIR,
@@ -108,6 +110,7 @@ def _machine(steps: Mapping[str, Any], exchanges: Mapping[str, Any]) -> Machine:
 
 def _profile(program: Program, steps: Mapping[str, Any], machine: Machine) -> Profile:
     kept, taken = steps["activations"], {field.name for field in fields(Profile)}
+    is_forked = os.environ.get(ENV_FORK) != "0" and gains(program.argv())
     return Profile.of(
         {name: value for name, value in steps.items() if name in taken}
         | {
@@ -116,6 +119,7 @@ def _profile(program: Program, steps: Mapping[str, Any], machine: Machine) -> Pr
             "spartito": version("spartito"),
             "torch": version("torch"),
             "activations": kept["bytes"] / max(1, kept["batch"]),
+            "fork_saves": steps["fork_saves"] if is_forked else 0,
             "machine": asdict(machine),
         }
     )
