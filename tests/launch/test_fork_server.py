@@ -287,18 +287,34 @@ def test_a_module_that_sets_variables_gains_nothing(
 def test_a_fork_that_the_launcher_cannot_know_of_does_nothing(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
-    (never, _), (enlisted, enlists) = os.pipe(), os.pipe()
+    (never, _), (enlisted, enlists), (begins, go) = os.pipe(), os.pipe(), os.pipe()
     task = Process("worker 0", [sys.executable, str(script)], dict(os.environ))
     server = ForkServer(task, {}, enlists)
     assert server.wait(never, lambda: False)
     with open(os.devnull, "r+b") as nothing:
-        socket.send_fds(server._asks, [b"+"], [*[nothing.fileno()] * 3, enlists])
+        socket.send_fds(server._asks, [b"+"], [*[nothing.fileno()] * 3, enlists, begins])
     server._asks.sendall(b"{}\n")
     server._asks.close()  # where the server would say of whom it has forked
-    os.close(enlists)
+    for number in (enlists, begins, go):
+        os.close(number)
     with open(enlisted, "rb") as file:
         assert file.read() == b""  # nobody has begun, and nobody is left who could
     server.close()
+
+
+def test_a_task_begins_though_the_server_is_ended_at_once(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n")
+    (never, _), (_, enlists), env = os.pipe(), os.pipe(), dict(os.environ)
+    server = ForkServer(Process("worker 0", [sys.executable, str(script)], env), {}, enlists)
+    assert server.wait(never, lambda: False)
+    task = server.start(env)
+    server.close()
+    assert task is not None
+    assert task.stdout is not None
+    assert task.stderr is not None
+    with task.stdout, task.stderr:
+        assert task.wait() == 0
 
 
 def process(name: str, *words: str, python: str = sys.executable, **env: str) -> Process:

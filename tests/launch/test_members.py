@@ -53,7 +53,7 @@ def test_a_group_is_started_again_as_one(
 def test_a_member_that_stands_still_is_replaced_with_its_group(
     commands: Commands, inside: str
 ) -> None:
-    env = {"VICTIM": "worker 3", "NUMBER": "SIGSTOP", "SPARTITO_TIMEOUT": "6"}
+    env = {"VICTIM": "worker 3", "NUMBER": "SIGSTOP", "SPARTITO_TIMEOUT": "15"}
     given = holding(inside) if inside else GROUPS
     ended = commands.start(*SPARTITO, "run", *given, SCRIPT, env=env).end()
     assert ended.code == 0, ended.text

@@ -204,19 +204,22 @@ class ForkServer:
         """
         self._asks.settimeout(LIMIT)
         reads, writes = zip(os.pipe(), os.pipe(), strict=True)
+        begins, go = os.pipe()
         adopt_orphans(True)
         try:
             with open(os.devnull, "rb") as nothing:
-                files = [nothing.fileno(), *writes, self._enlists]
+                files = [nothing.fileno(), *writes, self._enlists, begins]
                 socket.send_fds(self._asks, [b"+"], files)
                 self._asks.sendall(json.dumps(dict(env)).encode() + b"\n")
                 said = int(self._line() or 0)
+            if said > 0:
+                os.write(go, b"+")
         except (ConnectionError, TimeoutError):
             self._popen.kill()  # one that stands still would fork it later
             said = 0
         finally:
             adopt_orphans(False)
-            for file in writes:
+            for file in (*writes, begins, go):
                 os.close(file)
         if said > 0:
             return Forked(said, *reads)

@@ -34,8 +34,9 @@ PRELOADED = (
 PADDING = "PADDING_OF_FORKS"
 """A variable of the server that is as long as what tasks have beyond it: see `_show`."""
 
-FILES = 4
-"""A task gets stdin, stdout, stderr, and where it enlists before it does anything."""
+FILES = 5
+"""A task gets stdin, stdout, stderr, where it enlists before it does anything, and where it reads
+the byte with which it begins."""
 
 READY = b"ready\n"
 
@@ -79,34 +80,33 @@ def _serve(asked: socket.socket) -> bool:
             return False
         with asked.makefile("rb") as lines:
             env: dict[str, str] = json.loads(lines.readline())
-        pid, go = _forked()
+        pid = _forked(files[-1])
         if pid == 0:
             _begin(env, files, launcher)
             return True
         for file in files:
             os.close(file)
         asked.sendall(b"%d\n" % pid)
-        if go is not None:
-            with suppress(BrokenPipeError):  # it was killed
-                os.write(go, b"+")
-            os.close(go)
 
 
-def _forked() -> tuple[int, int | None]:
+def _forked(begins: int) -> int:
     """Fork a process whose parent is the launcher: the one between us and it ends.
 
+    Args:
+        begins: Where a byte of the launcher comes that knows of it; else it could have another
+            one of this task.
+
     Returns:
-        Its process id, and where it waits for a byte: by then the launcher knows of it, which else
-        may have a second one of this task. Less than 0 is the error for which there is none. In
-        the process itself, 0, once the byte is there; it ends where none comes.
+        Its process id; less than 0 is the error for which there is none. In the process itself, 0,
+        once the byte is there; it ends where none comes.
     """
-    (born, says), (waits, go) = os.pipe(), os.pipe()
+    born, says = os.pipe()
     try:
         between = os.fork()
     except OSError as error:
-        for file in (born, says, waits, go):
+        for file in (born, says):
             os.close(file)
-        return -(error.errno or 1), None
+        return -(error.errno or 1)
     if between == 0:
         try:
             if pid := os.fork():
@@ -115,23 +115,21 @@ def _forked() -> tuple[int, int | None]:
         except OSError as error:
             os.write(says, b"%d" % -(error.errno or 1))
             os._exit(0)
-        os.close(go)
-        if not os.read(waits, 1):
+        if not os.read(begins, 1):
             os._exit(1)
-        for file in (born, says, waits):
+        for file in (born, says):
             os.close(file)
-        return 0, None
+        return 0
     os.close(says)
-    os.close(waits)
     pid = int(os.read(born, 32))
     os.waitpid(between, 0)
     os.close(born)
-    return pid, go
+    return pid
 
 
 def _begin(env: dict[str, str], files: Sequence[int], launcher: int) -> None:
     """Become a process like one that the launcher has started itself."""
-    *streams, enlists = files
+    *streams, enlists, _ = files
     os.setsid()
     with suppress(BrokenPipeError):
         os.write(enlists, b"+%d\n" % os.getpid())
