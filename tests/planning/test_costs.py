@@ -141,6 +141,19 @@ def test_two_tasks_of_a_model_share_what_is_cut() -> None:
     assert seconds[COMPUTE] == pytest.approx(own_step(own, 512)[COMPUTE] - whole * 0.45)
 
 
+def test_each_microbatch_adds_its_gradients_to_those_that_wait() -> None:
+    own = situation(workers=2, link=None)
+    without = replace(own, profile=replace(own.profile, adding=0.0))
+    took, alone = (predict(parse("pipeline(microbatches=4)"), one).cost for one in (own, without))
+    assert took.seconds[COMPUTE] - alone.seconds[COMPUTE] == pytest.approx(4 * 1e-3 / 2)
+
+
+def test_parts_that_nobody_knows_are_no_block_of_a_sharded_model() -> None:
+    profile = replace(PROFILE, parts=PROFILE.parts[:1])
+    assert profile.largest_part == profile.model.largest_tensor
+    assert PROFILE.largest_part == 1_000_000
+
+
 def test_a_sum_of_two_takes_what_was_measured() -> None:
     nbytes = 10_000_000.0
     assert in_memory(MACHINE, nbytes, 2, cores=4) == pytest.approx(MACHINE.shared.at(nbytes))

@@ -235,8 +235,10 @@ class Profile:
 
     @property
     def largest_part(self) -> int:
-        """Bytes of the part with the most parameters."""
-        return max((part.parameters for part in self.parts), default=self.model.parameters)
+        """Bytes of the part with the most parameters; of a tensor, where parts are not known."""
+        if len(self.parts) < 2:  # no pipeline trains it
+            return self.model.largest_tensor
+        return max(part.parameters for part in self.parts)
 
     def text(self) -> str:
         """The file."""
