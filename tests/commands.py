@@ -8,6 +8,7 @@ import os
 import queue
 import re
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from itertools import islice
 from pathlib import Path
 from typing import IO
 
+from spartito.launch.processes.fork_server import Forked, ForkServer, kind_of, new_server
+from spartito.launch.processes.local import replica_environment
 from spartito.system import ENV_PORTABLE
 from spartito.wire import ports
 from tests import known_state, stacks
@@ -58,11 +61,60 @@ class Ended:
         return self.out + self.err
 
 
+class Launched:
+    """A program with a fork server of its own, which was forked too, as `subprocess.Popen` has it.
+
+    So no job of a test imports torch, which would take most of its time.
+    """
+
+    def __init__(self, words: Sequence[str], forked: Forked) -> None:
+        assert forked.stdout is not None
+        assert forked.stderr is not None
+        self.args, self.pid, self._forked = words, forked.pid, forked
+        self.stdout, self.stderr = (
+            os.fdopen(os.dup(each.fileno()), errors="replace")
+            for each in (forked.stdout, forked.stderr)
+        )
+        forked.stdout.close()
+        forked.stderr.close()
+        self._watch = os.pidfd_open(forked.pid)
+
+    def poll(self) -> int | None:
+        """How it ended, once it has."""
+        return self._forked.poll()
+
+    @property
+    def returncode(self) -> int | None:
+        """The same, if that is known."""
+        return self._forked.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """How it ended, when it has; `subprocess.TimeoutExpired` if it does not in time."""
+        if self._watch >= 0:
+            if not select.select([self._watch], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired([*self.args], timeout or 0.0)
+            os.close(self._watch)
+            self._watch = -1
+        return self._forked.wait()
+
+    def send_signal(self, number: int) -> None:
+        """Signal it, if it runs."""
+        self._forked.send_signal(number)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it."""
+        self.send_signal(signal.SIGKILL)
+
+
 @dataclass
 class Program:
     """A program that runs; every wait for it has a time limit."""
 
-    popen: subprocess.Popen[str]
+    popen: subprocess.Popen[str] | Launched
     mark: str
     directory: Path
     _lines: queue.Queue[str | None] = field(default_factory=queue.Queue)
@@ -158,8 +210,9 @@ class Commands:
         }
         told = {**plain, "OMP_NUM_THREADS": "1", **(env or {}), MARK: mark}
         told["PYTHONPATH"] = known_state.with_lean(told.get("PYTHONPATH", ""))
-        popen = subprocess.Popen(
-            [str(word) for word in words],
+        texts = [str(word) for word in words]
+        popen = SERVERS.launched(texts, told, self.directory) or subprocess.Popen(
+            texts,
             cwd=self.directory,
             env=told,
             stdin=subprocess.DEVNULL,
@@ -192,6 +245,39 @@ class Commands:
         for program in self._programs:
             program.kill()
 
+
+class Servers:
+    """The fork server of this process of pytest, once a test starts a job."""
+
+    def __init__(self) -> None:
+        self._server: ForkServer | None = None
+        self._kind, self._one_at_a_time = "", threading.Lock()
+
+    def launched(
+        self, words: Sequence[str], env: Mapping[str, str], folder: Path
+    ) -> Launched | None:
+        """A launcher as a fork; None for other programs, and other environments than of most."""
+        if tuple(words[: len(SPARTITO)]) != SPARTITO:
+            return None
+        usual = replica_environment(env, 1)
+        with self._one_at_a_time, open(os.devnull, "wb") as nobody:
+            if self._server is None:
+                nobodys = {name: value for name, value in usual.items() if name != MARK}
+                self._server, self._kind = new_server(nobodys), kind_of(usual)
+                if self._server is None or not self._server.wait():
+                    return None
+            if kind_of(usual) != self._kind:
+                return None
+            forked = self._server.launch(words, env, nobody.fileno(), folder=folder)
+        return None if forked is None else Launched(words, forked)
+
+    def close(self) -> None:
+        """End it."""
+        if self._server is not None:
+            self._server.close()
+
+
+SERVERS = Servers()
 
 HELD = ExitStack()
 """The ports of the test that runs, until its tasks listen there; closed at its end."""

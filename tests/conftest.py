@@ -72,7 +72,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def end() -> None:
-    """A process that has run tests leaves no file."""
+    """A process that has run tests leaves no file, and no process."""
+    commands.SERVERS.close()
     Path(os.environ[stacks.FILE]).unlink(missing_ok=True)
 
 

@@ -186,9 +186,12 @@ def test_nothing_outlives_the_launcher(
 ) -> None:
     waits = "import pathlib, time\npathlib.Path('is-here').touch()\nwhile True: time.sleep(0.05)\n"
     commands.write("waits.py", "import torch\n" + waits)
+    env = FORKS
     if moment == "while it imports":
-        commands.write("torch.py", waits)  # a task finds this one first, and so does the server
-    program = commands.start(*SPARTITO, "run", "--workers", "2", "waits.py", env=FORKS)
+        (commands.directory / "slow").mkdir()
+        commands.write("slow/torch.py", waits)  # the server finds this one first
+        env = FORKS | {"PYTHONPATH": str(commands.directory / "slow")}
+    program = commands.start(*SPARTITO, "run", "--workers", "2", "waits.py", env=env)
     wait_for(commands.directory / "is-here", program)
     program.send(number)
     assert program.end().code == (130 if number == signal.SIGINT else -9)  # and nothing is left
@@ -229,15 +232,15 @@ def test_a_server_that_stands_still_is_ended(
     task = process("worker 0", str(script), **os.environ)
     reads, writes = os.pipe()
     before = set(psutil.Process().children())
-    server = ForkServer(task, {}, writes)
+    server = ForkServer.begun(task.env)
     try:
-        assert server.wait(reads, lambda: False)
+        assert server.wait()
         (child,) = set(psutil.Process().children()) - before
         child.suspend()
         monkeypatch.setattr(fork_server, "LIMIT", 0.01)
-        assert server.start(task.env) is None
+        assert server.start(task.argv, task.env, writes) is None
         monkeypatch.undo()
-        assert server.start(task.env) is None  # it is gone
+        assert server.start(task.argv, task.env, writes) is None  # it is gone
     finally:
         server.close()
         os.close(reads)
@@ -287,13 +290,13 @@ def test_a_module_that_sets_variables_gains_nothing(
 def test_a_fork_that_the_launcher_cannot_know_of_does_nothing(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
-    (never, _), (enlisted, enlists), (begins, go) = os.pipe(), os.pipe(), os.pipe()
-    task = Process("worker 0", [sys.executable, str(script)], dict(os.environ))
-    server = ForkServer(task, {}, enlists)
-    assert server.wait(never, lambda: False)
+    (enlisted, enlists), (begins, go) = os.pipe(), os.pipe()
+    server = ForkServer.begun(os.environ)
+    assert server.wait()
     with open(os.devnull, "r+b") as nothing:
         socket.send_fds(server._asks, [b"+"], [*[nothing.fileno()] * 3, enlists, begins])
-    server._asks.sendall(b"{}\n")
+    request = {"program": [str(script)], "folder": None, "env": dict(os.environ)}
+    server._asks.sendall(json.dumps(request).encode() + b"\n")
     server._asks.close()  # where the server would say of whom it has forked
     for number in (enlists, begins, go):
         os.close(number)
@@ -305,10 +308,10 @@ def test_a_fork_that_the_launcher_cannot_know_of_does_nothing(tmp_path: Path) ->
 def test_a_task_begins_though_the_server_is_ended_at_once(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
-    (never, _), (_, enlists), env = os.pipe(), os.pipe(), dict(os.environ)
-    server = ForkServer(Process("worker 0", [sys.executable, str(script)], env), {}, enlists)
-    assert server.wait(never, lambda: False)
-    task = server.start(env)
+    _, enlists = os.pipe()
+    server = ForkServer.begun(os.environ)
+    assert server.wait()
+    task = server.start([sys.executable, str(script)], os.environ, enlists)
     server.close()
     assert task is not None
     assert task.stdout is not None
@@ -326,7 +329,6 @@ def test_those_that_differ_in_who_they_are_alone_are_alike() -> None:
     assert largest(workers) is workers[0]
     assert largest(workers[:1]) is None
     assert largest([workers[0], process("worker 1", RANK="1", A="2")]) is None
-    assert largest([workers[0], process("worker 1", "other.py", A="1")]) is None
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ from spartito.errors import UserError
 from spartito.folders import make_folder
 from spartito.launch.job import Heading, Program, option
 from spartito.launch.lines.network import NoNamespacesError
+from spartito.launch.processes.fork_server import ForkServer, new_server
+from spartito.launch.processes.local import replica_environment
 from spartito.launch.processes.reaper import Reaper
 from spartito.launch.processes.roles import Roles
 from spartito.names import ENV_RUN_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS, ENV_TIMEOUT, nearest
@@ -176,7 +178,7 @@ def survive(suite: Suite) -> int:
     make_folder(suite.out, "--out")
     check_own(suite.out, {RESULTS: begins_with('{"strategy": ')})
     end = math.inf if suite.minutes is None else time.monotonic() + 60 * suite.minutes
-    reaper = Reaper()
+    reaper, server = Reaper(), new_server(replica_environment(os.environ, suite.workers))
     before = signal.signal(signal.SIGTERM, _stop)
     try:
         with (
@@ -185,12 +187,16 @@ def survive(suite: Suite) -> int:
         ):
             program = replace(suite.program, arguments=spare.arguments)
             suite = replace(suite, program=program, data=spare.data, sample=spare.sample)
+            if server is not None:
+                server.wait()
             for strategy in suite.strategies:
-                under = _Under(suite, strategy, where, reaper, end)
+                under = _Under(suite, strategy, where, reaper, server, end)
                 under.all_cells()
                 under.all_cells_of_network()
     finally:
         signal.signal(signal.SIGTERM, before)
+        if server is not None:
+            server.close()
         reaper.close()
     results = read_results(suite.out)
     broken = [result for result in results if result["broken"]]
@@ -220,6 +226,7 @@ class _Under:
     strategy: Declared
     sandbox: Sandbox
     reaper: Reaper
+    server: ForkServer | None
     end: float
     machines: Mapping[str, Sandbox] = field(default_factory=dict)
 
@@ -354,7 +361,7 @@ class _Under:
         words = program.argv(out=str(out), data=suite.data)
         where = folder / f"again-{times}" if times else folder
         asked = Run(self._starts(words, env), where, out, schedule, suite.longest, suite.sample)
-        return run(asked, self.reaper)
+        return run(asked, self.reaper, self.server)
 
     def _starts(self, words: Sequence[str], env: Mapping[str, str]) -> dict[str, Start]:
         suite, info = self.suite, self.info

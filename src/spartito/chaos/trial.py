@@ -19,7 +19,9 @@ from spartito.chaos.schedule import KINDS, LAUNCHER, Fault, Schedule, written
 from spartito.chaos.traces import Traces, reached, read_traces
 from spartito.errors import EXIT_TASK_LOST
 from spartito.failpoints import ENV_STEP_HOOK
+from spartito.launch.processes.fork_server import ForkServer
 from spartito.launch.processes.interrupts import interrupts_held
+from spartito.launch.processes.process import Child
 from spartito.launch.processes.reaper import Reaper
 
 LOG = "log"
@@ -93,12 +95,13 @@ class Run:
         return list({id(one.sandbox): one.sandbox for one in self.starts.values()}.values())
 
 
-def run(asked: Run, reaper: Reaper) -> Outcome:
+def run(asked: Run, reaper: Reaper, server: ForkServer | None = None) -> Outcome:
     """Run it to its end, whatever comes.
 
     Args:
         asked: what.
         reaper: ends it when we are killed.
+        server: what starts it, where there is one.
 
     Returns:
         How it ended; nothing of it runs any more.
@@ -108,11 +111,11 @@ def run(asked: Run, reaper: Reaper) -> Outcome:
     (folder / FAULTS).write_text(written(asked.schedule))
     before = frozenset(_files(asked.sandboxes))
     began = time.monotonic()
-    popens: dict[str, subprocess.Popen[bytes]] = {}
+    popens: dict[str, Child] = {}
     try:
         for name, start in asked.starts.items():
             with interrupts_held():  # nothing runs that we do not know of
-                popens[name] = _begin(start, folder)
+                popens[name] = _begin(start, folder, reaper, server)
                 reaper.watch([popen.pid for popen in popens.values()])
         with _Injector(asked, folder, popens) as injector:
             while time.monotonic() < began + asked.limit:
@@ -142,18 +145,21 @@ def run(asked: Run, reaper: Reaper) -> Outcome:
     )
 
 
-def _begin(start: Start, folder: Path) -> subprocess.Popen[bytes]:
+def _begin(start: Start, folder: Path, reaper: Reaper, server: ForkServer | None) -> Child:
     env = {
         **start.environment,
         ENV: str(folder),
         ENV_STEP_HOOK: HOOK,
         "TMPDIR": str(start.sandbox.temporary.resolve()),
     }
-    with (folder / LOG).open("ab") as log:
-        return subprocess.Popen(
-            [*start.sandbox.enters, *start.command],
+    words = [*start.sandbox.enters, *start.command]
+    with (folder / LOG).open("ab") as log, open(os.devnull, "rb") as nothing:
+        files = [nothing.fileno(), log.fileno(), log.fileno()]
+        forked = server.launch(words, env, reaper.pipe, files) if server else None
+        return forked or subprocess.Popen(
+            words,
             env=env,
-            stdin=subprocess.DEVNULL,
+            stdin=nothing,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -174,7 +180,7 @@ class _Injector(ExitStack):
 
     asked: Run
     folder: Path
-    started: Mapping[str, subprocess.Popen[bytes]]
+    started: Mapping[str, Child]
     done: int = 0
     healing: list[tuple[float, Injected]] = field(default_factory=list)
 

@@ -23,8 +23,11 @@ from spartito.comparison.plan import ENV_THREADS, Launch, Plan, Planned
 from spartito.errors import UserError
 from spartito.folders import hold, release
 from spartito.launch.lines.job import machines_on
+from spartito.launch.processes.fork_server import ForkServer, new_server
+from spartito.launch.processes.local import replica_environment
 from spartito.launch.processes.output import LineCutter, binary
 from spartito.launch.processes.pause import pausing
+from spartito.launch.processes.process import Child
 from spartito.launch.processes.reaper import Reaper
 from spartito.launch.processes.roles import Roles
 from spartito.names import ENV_EPOCHS, ENV_RUN_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
@@ -106,17 +109,22 @@ def compare_strategies(plan: Plan, env: Mapping[str, str] | None = None) -> int:
     for why in plan.left_out:
         say(why)
     hold(plan.out, "comparisons", plan)
-    reaper = Reaper()
+    reaper, server = Reaper(), _fork_server(plan, base)
     try:
         with _Stop().handled() as stop:
+            if server is not None and not server.wait(lambda: stop.number is not None):
+                server.close()
+                server = None
             for number, planned in enumerate(plan.runs, start=1):
                 if stop.number is not None:
                     break
                 say(f"run {number} of {len(plan.runs)}: {planned}")
-                results.add(planned, _run(runner, planned, base, reaper, stop))
+                results.add(planned, _run(runner, planned, base, reaper, stop, server))
                 results.check_goal()
             results.show()
     finally:
+        if server is not None:
+            server.close()
         reaper.close()
         release(plan)
     if stop.number is not None:
@@ -130,7 +138,7 @@ class _Stop:
     """The signal that shall end all, passed on to the run that is under way."""
 
     number: signal.Signals | None = None
-    running: subprocess.Popen[bytes] | None = None
+    running: Child | None = None
 
     @contextmanager
     def handled(self) -> Iterator[_Stop]:
@@ -144,7 +152,7 @@ class _Stop:
             for number, handler in old.items():
                 signal.signal(number, handler)
 
-    def watch(self, run: subprocess.Popen[bytes] | None) -> None:
+    def watch(self, run: Child | None) -> None:
         """From now on signals go to ``run``, one that came before it too."""
         self.running = run
         if run is not None and self.number is not None:
@@ -296,15 +304,30 @@ def machine_facts() -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value}
 
 
+def _fork_server(plan: Plan, base: Mapping[str, str]) -> ForkServer | None:
+    """What all runs are forked from, where several have their tasks among our processes."""
+    if plan.containers or plan.link or len(plan.runs) == 1:
+        return None
+    workers = max(planned.workers for planned in plan.runs)
+    return new_server(replica_environment(base, workers))
+
+
 def _run(
-    runner: Runner, planned: Planned, base: Mapping[str, str], reaper: Reaper, stop: _Stop
+    runner: Runner,
+    planned: Planned,
+    base: Mapping[str, str],
+    reaper: Reaper,
+    stop: _Stop,
+    server: ForkServer | None,
 ) -> dict[str, Any]:
     """One run from its start to its end: seconds, exit code, and its error if it failed."""
     launch = runner.prepare(planned)
+    env = {**base, **launch.environment}
     began, before = time.monotonic(), read_load()
-    popen = subprocess.Popen(
+    forked = server.launch(launch.command, env, reaper.pipe) if server else None
+    popen: Child = forked or subprocess.Popen(
         launch.command,
-        env={**base, **launch.environment},
+        env=env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -3,21 +3,28 @@
 Importing takes seconds of a core and 200 MB for each process, which is most of a small job's start.
 A fork has it all in milliseconds, shares its memory until somebody writes there, and a task that is
 started again is there at once. To the launcher it is a child like any other.
+
+A program that starts several jobs, as a comparison does, has such a server once: it starts the
+launchers, each with a server of its own that has all of it too.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import IO
+from types import MappingProxyType
+from typing import IO, Any, Self
 
 from spartito.cluster import tf_config
 from spartito.cluster.address_list import ENV_ADDRESS
@@ -25,10 +32,10 @@ from spartito.errors import UserError
 from spartito.launch.processes import forked_task
 from spartito.launch.processes.forked_task import PADDING, READY
 from spartito.launch.processes.gpus import count_gpus
-from spartito.launch.processes.process import Process
+from spartito.launch.processes.process import Child, Process
 from spartito.launch.target import module_file
-from spartito.names import ENV_FORK, ENV_SECRET
-from spartito.system import adopt_orphans, die_with_parent
+from spartito.names import ENV_FORK, ENV_FORK_SERVER, ENV_SECRET
+from spartito.system import ENV_PORTABLE, adopt_orphans, die_with_parent
 from spartito.system.tpus import attached
 
 OWN = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", tf_config.VARIABLE, ENV_ADDRESS, ENV_SECRET})
@@ -41,8 +48,17 @@ LIMIT = 10.0
 Meanwhile the launcher sees nothing else.
 """
 
-BEYOND = 4096
-"""Bytes for what the launcher adds to the variables of a task, as where its heartbeat is."""
+OURS = "SPARTITO_"
+"""How variables begin that no module reads when it is imported, but for `ENV_PORTABLE`."""
+
+LATE = frozenset({"TMPDIR", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+"""Others that no module reads then: tasks of one job have the same."""
+
+BEYOND, LONGEST = 1 << 14, 1 << 12
+"""Bytes for what tasks have in their environment beyond the server, and for their command line."""
+
+TICK = 0.05
+"""Seconds after which a wait asks whether it is to end."""
 
 PROGRAM = ("-P", "-c", f"__import__({forked_task.__name__!r}, fromlist=['main']).main()")
 """It defines nothing in ``__main__``, which becomes the task's own."""
@@ -59,6 +75,11 @@ def gains(program: Sequence[str]) -> bool:
     Args:
         program: A script or ``-m`` and a module, and its arguments.
     """
+    return _gains(tuple(program))
+
+
+@cache
+def _gains(program: tuple[str, ...]) -> bool:
     module = program[1] if program[0] == "-m" else None
     try:
         path = Path(program[0]) if module is None else module_file(module)
@@ -92,14 +113,17 @@ def _is_environment(node: ast.expr) -> bool:
     return "environ" in (getattr(node, "attr", ""), getattr(node, "id", ""))
 
 
-class Forked:
-    """A task that was forked, and ours to wait for."""
+def _opened(file: int | None) -> IO[bytes] | None:
+    return None if file is None else os.fdopen(file, "rb", buffering=0)
 
-    def __init__(self, pid: int, stdout: int, stderr: int) -> None:
+
+class Forked:
+    """A process that was forked, and ours to wait for; the descriptors are what it prints into."""
+
+    def __init__(self, pid: int, stdout: int | None = None, stderr: int | None = None) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self.stdout: IO[bytes] | None = os.fdopen(stdout, "rb", buffering=0)
-        self.stderr: IO[bytes] | None = os.fdopen(stderr, "rb", buffering=0)
+        self.stdout, self.stderr = _opened(stdout), _opened(stderr)
 
     def poll(self) -> int | None:
         """As `Child.poll`."""
@@ -124,109 +148,193 @@ class Forked:
         return self.returncode
 
 
-def alike(process: Process) -> tuple[object, ...] | None:
-    """What processes have in common that can be forked from one; None where it cannot be forked."""
+def kind_of(env: Mapping[str, str]) -> str:
+    """What environments have in common with which modules are the same once they are imported.
+
+    Args:
+        env: Of a task, or of the server.
+
+    Returns:
+        A digest: environments have secrets.
+    """
+    read = sorted(
+        (name, value)
+        for name, value in env.items()
+        if name not in OWN | LATE and (name == ENV_PORTABLE or not name.startswith(OURS))
+    )
+    return hashlib.sha256(repr(read).encode()).hexdigest()
+
+
+def can_be_forked(process: Process) -> bool:
+    """Whether a process may be a fork: a Python program of this machine."""
     python, *program = process.argv
-    runs = program[:1] == ["-m"] or (program and program[0].endswith(".py"))
-    if process.remote or python != sys.executable or not runs or process.env.get(ENV_FORK) == "0":
-        return None
-    return (*process.argv, *sorted((n, v) for n, v in process.env.items() if n not in OWN))
+    runs = program[:1] == ["-m"] or bool(program and program[0].endswith(".py"))
+    is_ours = not process.remote and python == sys.executable
+    return is_ours and runs and process.env.get(ENV_FORK) != "0"
 
 
 def largest(processes: Sequence[Process]) -> Process | None:
     """One of those that are alike, which are most; None where no two are, or none may be forked."""
-    kinds = Counter(kind for process in processes if (kind := alike(process)) is not None)
+    kinds = Counter(kind_of(process.env) for process in processes if can_be_forked(process))
     for kind, count in kinds.most_common(1):
-        return next(one for one in processes if alike(one) == kind) if count > 1 else None
+        found = (one for one in processes if can_be_forked(one) and kind_of(one.env) == kind)
+        return next(found) if count > 1 else None
     return None
 
 
 class ForkServer:
-    """The process that tasks are forked from.
+    """The process that others are forked from.
 
     Args:
-        process: A task as all are that it starts.
-        mark: Further variables, by which the processes of the job are found.
-        enlists: Where a task writes its process group before it does anything.
+        asks: Where it is asked.
+        process: It, a child of ours.
+        kind: Of the environments that it is for, as `kind_of` has it.
     """
 
-    def __init__(self, process: Process, mark: Mapping[str, str], enlists: int) -> None:
-        self._kind, self._enlists = alike(process), enlists
-        python, *program = process.argv
-        self._asks, theirs = socket.socketpair()
-        env = {name: value for name, value in process.env.items() if name not in OWN}
-        padding = BEYOND + sum(len(os.fsencode(n + v)) for n, v in process.env.items() if n in OWN)
-        with theirs:
-            self._popen = subprocess.Popen(
-                [python, *PROGRAM, str(theirs.fileno()), *program],
-                env={**env, **mark, PADDING: "." * padding},
+    def __init__(self, asks: socket.socket, process: Child, kind: str) -> None:
+        self._asks, self._process, self._kind = asks, process, kind
+
+    @classmethod
+    def begun(cls, env: Mapping[str, str], mark: Mapping[str, str] = MappingProxyType({})) -> Self:
+        """A new one, which begins to import.
+
+        Args:
+            env: As tasks have it.
+            mark: Further variables, by which the processes of a job are found.
+        """
+        asks, asked = socket.socketpair()
+        own = {name: value for name, value in env.items() if name not in OWN}
+        with asked:
+            process = subprocess.Popen(
+                [sys.executable, *PROGRAM, str(asked.fileno()), "." * LONGEST],
+                env={**own, **mark, PADDING: "." * BEYOND},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[asked.fileno()],
                 start_new_session=True,
                 preexec_fn=die_with_parent(),
             )
+        return cls(asks, process, kind_of(env))
 
-    def wait(self, wake: int, stop: Callable[[], bool]) -> bool:
+    @classmethod
+    def inherited(cls) -> Self | None:
+        """The one that was started with this process, the first time that somebody asks."""
+        said = os.environ.pop(ENV_FORK_SERVER, "")
+        if not said:
+            return None
+        owner, pid, asks, kind = said.split()
+        if int(owner) != os.getpid():  # it is another's
+            return None
+        return cls(socket.socket(fileno=int(asks)), Forked(int(pid)), kind)
+
+    def wait(self, stop: Callable[[], bool] = bool) -> bool:
         """Wait until it has imported all.
 
         Args:
-            wake: A descriptor that can be read when ``stop`` may have changed.
             stop: Whether nothing is to be started any more.
 
         Returns:
             Whether it has; else it will start nothing.
         """
-        asks = self._asks.fileno()
         while not stop():
-            ready, _, _ = select.select([asks, wake], [], [])
-            if asks in ready:
+            ready, _, _ = select.select([self._asks], [], [], TICK)
+            if ready:
                 return self._line() == READY
-            os.read(wake, 4096)
         return False
 
     def can_start(self, process: Process) -> bool:
         """Whether a process is one of those that it starts."""
-        return alike(process) == self._kind
+        fits = can_be_forked(process) and kind_of(process.env) == self._kind
+        return fits and gains(process.argv[1:])
 
-    def start(self, env: Mapping[str, str]) -> Forked | None:
-        """Fork a task, which prints into pipes and has nothing to read.
+    def start(
+        self,
+        words: Sequence[str],
+        env: Mapping[str, str],
+        enlists: int,
+        streams: Sequence[int] | None = None,
+    ) -> Forked | None:
+        """Fork a task.
 
         Args:
+            words: The Python that runs here and its program.
             env: Its whole environment.
+            enlists: Where it writes its process group before it does anything.
+            streams: Its stdin, stdout and stderr; None: it has nothing to read, and prints into
+                pipes.
 
         Returns:
-            The task; None where the server is gone, or stood still and was ended.
+            The task; None where the server is gone, or stood still and was ended, and where the
+            program's folder has modules of the names of some that are imported.
 
         Raises:
             OSError: As of a fork.
         """
+        return self._forked({"program": words[1:], "folder": None}, env, enlists, streams)
+
+    def launch(
+        self,
+        words: Sequence[str],
+        env: Mapping[str, str],
+        enlists: int,
+        streams: Sequence[int] | None = None,
+        folder: Path | None = None,
+    ) -> Forked | None:
+        """Start another program, with a fork of this server as its own; see `inherited`.
+
+        Args:
+            words: As of `start`, like the others.
+            env: As there.
+            enlists: As there.
+            streams: As there.
+            folder: Where it starts; None: where we are.
+
+        Returns:
+            The program; None for one of another Python, and where the server is gone, or stood
+            still and was ended.
+
+        Raises:
+            OSError: As of a fork.
+        """
+        if words[0] != sys.executable:
+            return None
+        request = {"program": words[1:], "folder": str(folder or Path.cwd()), "kind": self._kind}
+        return self._forked(request, env, enlists, streams)
+
+    def _forked(
+        self,
+        request: Mapping[str, Any],
+        env: Mapping[str, str],
+        enlists: int,
+        streams: Sequence[int] | None,
+    ) -> Forked | None:
         self._asks.settimeout(LIMIT)
-        reads, writes = zip(os.pipe(), os.pipe(), strict=True)
         begins, go = os.pipe()
+        reads, writes = zip(os.pipe(), os.pipe(), strict=True) if streams is None else ((), ())
         adopt_orphans(True)
         try:
             with open(os.devnull, "rb") as nothing:
-                files = [nothing.fileno(), *writes, self._enlists, begins]
-                socket.send_fds(self._asks, [b"+"], files)
-                self._asks.sendall(json.dumps(dict(env)).encode() + b"\n")
-                said = int(self._line() or 0)
-            if said > 0:
+                given = [nothing.fileno(), *writes] if streams is None else streams
+                socket.send_fds(self._asks, [b"+"], [*given, enlists, begins])
+                said = json.dumps({**request, "env": dict(env)})
+                self._asks.sendall(said.encode() + b"\n")
+                pid = int(self._line() or 0)
+            if pid > 0:
                 os.write(go, b"+")
         except (ConnectionError, TimeoutError):
-            self._popen.kill()  # one that stands still would fork it later
-            said = 0
+            self._process.send_signal(signal.SIGKILL)  # one that stands still would fork it later
+            pid = 0
         finally:
             adopt_orphans(False)
             for file in (*writes, begins, go):
                 os.close(file)
-        if said > 0:
-            return Forked(said, *reads)
+        if pid > 0:
+            return Forked(pid, *reads)
         for file in reads:
             os.close(file)
-        if said < 0:
-            raise OSError(-said, os.strerror(-said))
+        if pid < 0:
+            raise OSError(-pid, os.strerror(-pid))
         return None
 
     def _line(self) -> bytes:
@@ -235,31 +343,47 @@ class ForkServer:
             return lines.readline()
 
     def close(self) -> None:
-        """End it; its tasks go on."""
+        """End it; what was forked goes on."""
         self._asks.close()
-        self._popen.kill()
-        self._popen.wait()
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
 
 
-def fork_server(
-    processes: Sequence[Process], mark: Mapping[str, str], enlists: int
-) -> ForkServer | None:
+def fork_server(processes: Sequence[Process], mark: Mapping[str, str]) -> ForkServer | None:
     """Where tasks of a job are forked from.
 
     Args:
         processes: All tasks that start here.
-        mark: As of `ForkServer`, like the next.
-        enlists: As there.
+        mark: As of `ForkServer.begun`.
 
     Returns:
-        It, as it begins to import; None where no two are alike, for programs that gain nothing by
-        it (`gains`), on a system other than Linux, and where there are accelerators, whose drivers
-        do not survive a fork.
+        The one that this process was started with, or a new one as it begins to import; None where
+        no two are alike, and where none can be (`new_server`).
     """
+    if (found := ForkServer.inherited()) is not None:
+        if any(map(found.can_start, processes)):
+            return found
+        found.close()
     one = largest(processes)
-    if one is None or not gains(one.argv[1:]) or not adopt_orphans(True):
+    return new_server(one.env, mark) if one is not None and gains(one.argv[1:]) else None
+
+
+def new_server(
+    env: Mapping[str, str], mark: Mapping[str, str] = MappingProxyType({})
+) -> ForkServer | None:
+    """A server as it begins to import.
+
+    Args:
+        env: As tasks have it.
+        mark: As of `ForkServer.begun`.
+
+    Returns:
+        It; None on a system other than Linux, and where there are accelerators, whose drivers do
+        not survive a fork.
+    """
+    if env.get(ENV_FORK) == "0" or not adopt_orphans(True):
         return None
     adopt_orphans(False)
-    if count_gpus(one.env) or AMD.exists() or attached() is not None:
+    if count_gpus(env) or AMD.exists() or attached() is not None:
         return None
-    return ForkServer(one, mark, enlists)
+    return ForkServer.begun(env, mark)

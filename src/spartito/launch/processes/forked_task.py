@@ -1,8 +1,9 @@
-"""A task that is forked from a process with torch in it; `fork_server` starts this program.
+"""What is forked from a process with torch in it; `fork_server` starts this program.
 
 The process imports what each task imports first, and forks itself whenever it is asked to. The fork
 then runs the task's program as Python runs a script: the same ``__main__``, ``sys.argv``, search
-path, environment, traceback and exit code.
+path, environment, command line, traceback and exit code. Or it becomes another program altogether,
+a launcher, with one more such process beside it, from which that one's tasks are forked.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ import ctypes
 import gc
 import json
 import os
+import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import PathFinder, SourceFileLoader
 from importlib.util import find_spec
 from types import CodeType, ModuleType
 from typing import Any
 
+from spartito.names import ENV_FORK_SERVER
 from spartito.system import PROC, die_with_parent
 from spartito.system.texts import text_of
 
@@ -35,28 +39,27 @@ PADDING = "PADDING_OF_FORKS"
 """A variable of the server that is as long as what tasks have beyond it: see `_show`."""
 
 FILES = 5
-"""A task gets stdin, stdout, stderr, where it enlists before it does anything, and where it reads
-the byte with which it begins."""
+"""A process gets stdin, stdout, stderr, where it enlists before it does anything, and where it
+reads the byte with which it begins."""
 
 READY = b"ready\n"
 
+COMMAND_LINE, ENVIRONMENT = slice(45, 47), slice(47, 49)
+"""Where ``/proc/self/stat`` says from where to where these lie, after the process's name."""
+
 
 def main() -> None:
-    """Be the server, and in a fork of it the task; the words are a descriptor and the program."""
-    number, *program = sys.argv[1:]
-    sys.orig_argv[1:] = program
-    if not os.environ.get("PYTHONSAFEPATH"):
-        sys.path.insert(0, _folder_of(program))
-    with socket.socket(fileno=int(number)) as asked:
-        for name in PRELOADED:
-            import_module(name)
-        if _has_accelerator():
-            return  # its driver does not survive a fork
-        gc.collect()
-        gc.freeze()  # no task looks through all of torch for garbage, and so copies it
-        asked.sendall(READY)
-        is_task = _serve(asked)
-    if is_task:
+    """Be the server, and in a fork of it the task; the words are a descriptor and padding."""
+    _show(COMMAND_LINE, sys.orig_argv[:-1])
+    asked = socket.socket(fileno=int(sys.argv[1]))
+    for name in PRELOADED:
+        import_module(name)
+    if _has_accelerator():
+        return  # its driver does not survive a fork
+    gc.collect()
+    gc.freeze()  # no task looks through all of torch for garbage, and so copies it
+    asked.sendall(READY)
+    if (program := _serve(asked)) is not None:
         run(program)
 
 
@@ -71,34 +74,92 @@ def _has_accelerator() -> bool:
     return bool(torch.accelerator.is_available())
 
 
-def _serve(asked: socket.socket) -> bool:
-    """Fork a task for each request until the launcher is gone; True in a task, and only there."""
-    launcher = os.getppid()
-    while True:
-        first, files, _, _ = socket.recv_fds(asked, 1, FILES)
-        if not first:
-            return False
-        with asked.makefile("rb") as lines:
-            env: dict[str, str] = json.loads(lines.readline())
-        pid = _forked(files[-1])
-        if pid == 0:
-            _begin(env, files, launcher)
-            return True
-        for file in files:
-            os.close(file)
-        asked.sendall(b"%d\n" % pid)
+def _serve(asked: socket.socket) -> list[str] | None:
+    """Fork for each request until who asks is gone.
+
+    Returns:
+        In a task, and only there, its program.
+    """
+    asks = os.getppid()
+    with asked:
+        while True:
+            first, files, _, _ = socket.recv_fds(asked, 1, FILES)
+            if not first:
+                return None
+            with asked.makefile("rb") as lines:
+                request: dict[str, Any] = json.loads(lines.readline())
+            program: list[str] = request["program"]
+            is_task = request["folder"] is None
+            pid = 0 if is_task and _is_shadowed(_folder_of(program)) else _forked(files[-1])
+            if pid is None:
+                break
+            for file in files:
+                os.close(file)
+            asked.sendall(b"%d\n" % pid)
+    _begin(request["env"], files, asks if is_task else None)
+    if is_task:
+        sys.orig_argv[1:] = program
+        if not os.environ.get("PYTHONSAFEPATH"):
+            sys.path.insert(0, _folder_of(program))
+        _show(COMMAND_LINE, [sys.executable, *program])
+        return program
+    os.chdir(request["folder"])
+    return _serve(_become([sys.executable, *program], request["kind"]))
 
 
-def _forked(begins: int) -> int:
-    """Fork a process whose parent is the launcher: the one between us and it ends.
+def _is_shadowed(folder: str) -> bool:
+    """Whether a program of this folder would find other modules there than are imported here."""
+    try:
+        names = {name.partition(".")[0] for name in os.listdir(folder)}
+    except OSError:
+        return True  # Python says it
+    return any(_is_other(name, folder) for name in names & sys.modules.keys())
+
+
+def _is_other(name: str, folder: str) -> bool:
+    known, found = sys.modules[name].__spec__, PathFinder.find_spec(name, [folder])
+    if known is None or found is None or found.origin is None:  # a mere folder comes last
+        return False
+    return found.origin != known.origin
+
+
+def _become(words: Sequence[str], kind: str) -> socket.socket:
+    """Become another program, which has a fork of this process as its own server.
+
+    Args:
+        words: Of the program.
+        kind: The server's, as `fork_server.kind_of` has it.
+
+    Returns:
+        In the fork, which serves it: where that asks.
+    """
+    program, (asks, asked) = os.getpid(), socket.socketpair()
+    if server := os.fork():
+        os.environ[ENV_FORK_SERVER] = f"{program} {server} {asks.fileno()} {kind}"
+        asks.set_inheritable(True)
+        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python
+            signal.signal(ignored, signal.SIG_DFL)
+        os.execv(words[0], [*words])
+    asks.close()
+    if (before := die_with_parent(program)) is not None:
+        before()
+    with open(os.devnull, "r+b") as nothing:
+        for number in range(3):
+            os.dup2(nothing.fileno(), number)
+    asked.sendall(READY)
+    return asked
+
+
+def _forked(begins: int) -> int | None:
+    """Fork a process whose parent is who asks: the one between us and it ends.
 
     Args:
         begins: Where a byte of the launcher comes that knows of it; else it could have another
             one of this task.
 
     Returns:
-        Its process id; less than 0 is the error for which there is none. In the process itself, 0,
-        once the byte is there; it ends where none comes.
+        Its process id; less than 0 is the error for which there is none. In the process itself,
+        None, once the byte is there; it ends where none comes.
     """
     born, says = os.pipe()
     try:
@@ -119,7 +180,7 @@ def _forked(begins: int) -> int:
             os._exit(1)
         for file in (born, says):
             os.close(file)
-        return 0
+        return None
     os.close(says)
     pid = int(os.read(born, 32))
     os.waitpid(between, 0)
@@ -127,13 +188,13 @@ def _forked(begins: int) -> int:
     return pid
 
 
-def _begin(env: dict[str, str], files: Sequence[int], launcher: int) -> None:
-    """Become a process like one that the launcher has started itself."""
+def _begin(env: dict[str, str], files: Sequence[int], parent: int | None) -> None:
+    """Become a process like one that its parent has started itself, and dies with, if it does."""
     *streams, enlists, _ = files
     os.setsid()
     with suppress(BrokenPipeError):
         os.write(enlists, b"+%d\n" % os.getpid())
-    if (before := die_with_parent(launcher)) is not None:
+    if parent is not None and (before := die_with_parent(parent)) is not None:
         before()
     for number, file in enumerate(streams):
         os.dup2(file, number, inheritable=True)
@@ -141,21 +202,22 @@ def _begin(env: dict[str, str], files: Sequence[int], launcher: int) -> None:
         os.close(file)
     os.environ.clear()
     os.environ.update(env)
-    _show(env)
+    _show(ENVIRONMENT, [f"{name}={value}" for name, value in env.items()])
+    tempfile.tempdir = None  # asked again, with our variables
     # Else all tasks would draw the same. Python's own generator begins anew by itself.
     sys.modules["torch"].seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
 
 
-def _show(env: dict[str, str]) -> None:
-    """Have ``/proc`` show our environment: by it the system's tools tell one task from another.
+def _show(where: slice, words: Sequence[str]) -> None:
+    """Have ``/proc`` show our own words: by them the system's tools tell one task from another.
 
-    It shows where the variables lay when the server began. Nothing is there that is still in use:
-    ``os.environ`` has put all of them elsewhere.
+    It shows what lies where those of the server were when it began. Nothing there is still in use:
+    Python has put all of it elsewhere. What does not fit is not shown.
     """
-    start, end = map(int, text_of(PROC / "self/stat").rpartition(")")[2].split()[47:49])
-    shown = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
+    start, end = map(int, text_of(PROC / "self/stat").rpartition(")")[2].split()[where])
+    shown = b"".join(os.fsencode(word) + b"\0" for word in words)
     if len(shown) <= end - start:
         ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
 

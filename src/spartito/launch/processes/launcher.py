@@ -16,7 +16,14 @@ from spartito.launch.processes.output import JsonSink, Sink, binary
 from spartito.launch.processes.process import Failure, Process, with_logs
 from spartito.launch.processes.roles import Roles
 from spartito.launch.recovery_options import Recovering
-from spartito.names import ENV_MIXED, ENV_RECOVERY, ENV_RUN_DIR, ENV_SHARE_DEVICES, nearest
+from spartito.names import (
+    ENV_FORK_SERVER,
+    ENV_MIXED,
+    ENV_RECOVERY,
+    ENV_RUN_DIR,
+    ENV_SHARE_DEVICES,
+    nearest,
+)
 from spartito.wire.secret import insecurity
 
 
@@ -62,6 +69,7 @@ class Processes(Recovering):
             UserError: what is said of a lost worker does not go together.
         """
         env = job.environment(os.environ if self.environment is None else self.environment)
+        env.pop(ENV_FORK_SERVER, None)  # ours alone
         if self.recovery is not None:
             env |= {ENV_RECOVERY: self.recovery.text}
         asked = {ENV_SHARE_DEVICES: self.share_devices, ENV_MIXED: self.mixed}

@@ -321,6 +321,11 @@ def environments(
     ]
 
 
+def replica_environment(env: Mapping[str, str], workers: int) -> dict[str, str]:
+    """What the first replica of a job of ``workers`` has on this machine, where all of them are."""
+    return environments(env, Position(0, 1, HOST, 0), workers)[0]
+
+
 def _address(position: Position, env: Mapping[str, str], index: int) -> dict[str, str]:
     """Where the ``index``-th process here listens: the first one, at the launcher's own address."""
     own = position.address or env.get(ENV_ADDRESS, "")

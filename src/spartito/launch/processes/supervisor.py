@@ -119,6 +119,7 @@ class _Supervisor:
     memory: MemoryKills = field(default_factory=memory_kills)
     wake: int = -1
     before_exec: Callable[[], None] | None = field(default_factory=die_with_parent)
+    enlists: int = -1
     enlist: Callable[[], None] = _nothing
     server: ForkServer | None = None
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
@@ -131,10 +132,10 @@ class _Supervisor:
     def run(self, private: Sequence[str]) -> int:
         with self._signals(), pausing(self._pause, self._resume):
             reaper = Reaper(*private, str(self.beats.folder))
-            self.mark, self.enlist = reaper.mark, reaper.enlist()
+            self.mark, self.enlists, self.enlist = reaper.mark, reaper.pipe, reaper.enlist()
             try:
                 if self.forks:
-                    self._begin_server(reaper.pipe)
+                    self._begin_server()
                 for index in range(len(self.processes)):
                     if self.interrupted is None:
                         self._start(index)
@@ -256,16 +257,19 @@ class _Supervisor:
         self._slow_down(task)
         failpoint("launch.supervisor.started")
 
-    def _begin_server(self, enlists: int) -> None:
+    def _begin_server(self) -> None:
         """Have a process to fork tasks from, where that can be."""
-        self.server = fork_server(self.processes, self.mark, enlists)
-        if self.server and not self.server.wait(self.wake, lambda: self.interrupted is not None):
+        self.server = fork_server(self.processes, self.mark)
+        if self.server and not self.server.wait(lambda: self.interrupted is not None):
             self._close_server()
 
     def _forked(self, process: Process, env: Mapping[str, str]) -> Child | None:
         """The process as a fork, if it can be one."""
         server = self.server
-        return server.start(env) if server and server.can_start(process) else None
+        if server is None or not server.can_start(process):
+            return None
+        has_terminal = self.keeps_terminal and process.log is None
+        return server.start(process.argv, env, self.enlists, range(3) if has_terminal else None)
 
     def _close_server(self) -> None:
         if self.server is not None:
