@@ -17,7 +17,7 @@ import pytest
 from spartito.launch.processes import fork_server
 from spartito.launch.processes.fork_server import OWN, ForkServer, gains, largest
 from spartito.launch.processes.process import Process
-from spartito.names import ENV_FORK
+from spartito.names import ENV_FORK, ENV_FORK_SERVER
 from tests import skips
 from tests.commands import SPARTITO, Commands, Program, eventually
 
@@ -318,6 +318,63 @@ def test_a_task_begins_though_the_server_is_ended_at_once(tmp_path: Path) -> Non
     assert task.stderr is not None
     with task.stdout, task.stderr:
         assert task.wait() == 0
+
+
+def test_a_program_has_the_server_that_it_was_started_with(tmp_path: Path) -> None:
+    launcher = """
+import os, sys
+assert "torch" not in sys.modules
+from spartito.launch.processes.fork_server import ForkServer
+server = ForkServer.inherited()
+assert ForkServer.inherited() is None
+assert server.wait()
+with open(os.devnull, "wb") as nobody:
+    task = server.start([sys.executable, "task.py"], dict(os.environ), nobody.fileno())
+with task.stdout, task.stderr:
+    print(task.stdout.read().decode(), task.stderr.read().decode(), task.wait(), os.getcwd())
+server.close()
+"""
+    (tmp_path / "launcher.py").write_text(launcher)
+    (tmp_path / "task.py").write_text(BEGINS + "import os\nprint(was_forked, os.getcwd())\n")
+    server = ForkServer.begun(os.environ)
+    try:
+        assert server.wait()
+        before = set(psutil.Process().children(recursive=True))
+        with open(os.devnull, "wb") as nobody:
+            found = server.launch(
+                [sys.executable, "launcher.py"], os.environ, nobody.fileno(), folder=tmp_path
+            )
+        assert found is not None
+        assert found.stdout is not None
+        assert found.stderr is not None
+        with found.stdout, found.stderr:
+            folder = str(tmp_path).encode()
+            assert found.stdout.read().split() == [b"True", folder, b"0", folder]
+            assert found.stderr.read() == b""
+            assert found.wait() == 0
+        assert eventually(lambda: set(psutil.Process().children(recursive=True)) <= before)
+    finally:
+        server.close()
+
+
+def test_a_server_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_FORK_SERVER, f"{os.getppid()} 1 2 kind")
+    assert ForkServer.inherited() is None
+    assert ENV_FORK_SERVER not in os.environ
+
+
+def test_runs_of_a_comparison_are_forked(commands: Commands) -> None:
+    commands.write(
+        "train.py",
+        BEGINS
+        + "import os\nimport spartito as sp\nfrom torch import nn\n"
+        + "print('forked' if was_forked else 'not', os.environ['OMP_NUM_THREADS'])\n"
+        + "trainer = sp.Trainer(nn.Linear(1, 1), optimizer=torch.optim.SGD, loss=nn.MSELoss())\n"
+        + "trainer.fit((torch.zeros(4, 1), torch.zeros(4, 1)), batch_size=2, verbose=False)\n",
+    )
+    ended = commands.spartito("compare", "train.py", "--strategies=one_device,mirrored", env=FORKS)
+    assert ended.code == 0, ended.text
+    assert ended.out.count("forked 1") == 3, ended.text
 
 
 def process(name: str, *words: str, python: str = sys.executable, **env: str) -> Process:

@@ -322,7 +322,7 @@ def test_processes_of_this_machine_find_out_what_strategies_take(tmp_path: Path)
     assert found["reference"]["model"]["tensors"] == 6
     steps = {**found["reference"], "steps_per_epoch": None, "started": 1.0}
     reference = profile_of(Program("mnist", kind="recipe"), steps, found)
-    assert reference.machine.overheads["mesh"] > 0  # its meetings have Python of their own
+    assert set(reference.machine.overheads) == set(TRIED)
 
 
 def test_tasks_that_fail_are_told_apart_from_slow_ones(capfd: pytest.CaptureFixture[str]) -> None:
