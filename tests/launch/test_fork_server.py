@@ -377,6 +377,25 @@ def test_runs_of_a_comparison_are_forked(commands: Commands) -> None:
     assert ended.out.count("forked 1") == 3, ended.text
 
 
+def test_functions_are_forked_from_one_process_call_after_call(commands: Commands) -> None:
+    commands.write(
+        "calls.py",
+        "import os, psutil\nimport spartito as sp\n"
+        "def server():\n    return [child.pid for child in psutil.Process().children()]\n"
+        "def task():\n    return os.getppid()\n"
+        "if __name__ == '__main__':\n"
+        "    for variable in ('a', 'a', 'b'):\n"
+        "        os.environ['VARIABLE'] = variable\n"
+        "        assert sp.launch(task, workers=2) == os.getpid()\n"
+        "        print(*server())\n",
+    )
+    ended = commands.python("calls.py", env=FORKS)
+    assert ended.code == 0, ended.text
+    first, second, other = map(int, ended.out.split())  # one each
+    assert first == second != other
+    # and nothing is left of them
+
+
 def process(name: str, *words: str, python: str = sys.executable, **env: str) -> Process:
     return Process(name, [python, *(words or ["train.py"])], env)
 

@@ -16,10 +16,13 @@ from spartito.launch.functions import task
 from spartito.launch.functions.call import packed
 from spartito.launch.functions.outcome import Ending
 from spartito.launch.job import JobSpec, Program
+from spartito.launch.processes.fork_server import Forks
 from spartito.launch.processes.local import Local
 from spartito.names import nearest
 
 TASK = "spartito.launch.functions.task"
+FORKS = Forks(stays=True)
+"""What tasks of this process's jobs are forked by: a notebook starts one after the other."""
 OF_FILES = ("name", "out", "data")
 """What a job says to launchers that write a file."""
 
@@ -48,7 +51,7 @@ def _here(data: bytes, ending: Ending, options: Mapping[str, Any]) -> int:
         (folder / task.CALL).write_bytes(data)
         job = JobSpec(program=Program(TASK, (name,), "module"), **of_job)
         on_end = partial(ending.take, lambda task, file: _read(folder / file))
-        return Local(on_end=on_end, private=(name,), **of_local).start(job)
+        return Local(on_end=on_end, private=(name,), forks=FORKS, **of_local).start(job)
 
 
 def _on_ray(data: bytes, ending: Ending, options: Mapping[str, Any]) -> int:

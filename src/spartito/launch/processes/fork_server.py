@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -193,6 +194,7 @@ class ForkServer:
 
     def __init__(self, asks: socket.socket, process: Child, kind: str) -> None:
         self._asks, self._process, self._kind = asks, process, kind
+        self._has_imported = False
 
     @classmethod
     def begun(cls, env: Mapping[str, str], mark: Mapping[str, str] = MappingProxyType({})) -> Self:
@@ -237,16 +239,17 @@ class ForkServer:
         Returns:
             Whether it has; else it will start nothing.
         """
-        while not stop():
+        while not self._has_imported and not stop():
             ready, _, _ = select.select([self._asks], [], [], TICK)
-            if ready:
-                return self._line() == READY
-        return False
+            if ready and self._line() != READY:
+                return False
+            self._has_imported = bool(ready)
+        return self._has_imported
 
     def can_start(self, process: Process) -> bool:
         """Whether a process is one of those that it starts."""
         fits = can_be_forked(process) and kind_of(process.env) == self._kind
-        return fits and gains(process.argv[1:])
+        return fits and gains(process.argv[1:]) and self._process.poll() is None
 
     def start(
         self,
@@ -349,25 +352,6 @@ class ForkServer:
         self._process.wait()
 
 
-def fork_server(processes: Sequence[Process], mark: Mapping[str, str]) -> ForkServer | None:
-    """Where tasks of a job are forked from.
-
-    Args:
-        processes: All tasks that start here.
-        mark: As of `ForkServer.begun`.
-
-    Returns:
-        The one that this process was started with, or a new one as it begins to import; None where
-        no two are alike, and where none can be (`new_server`).
-    """
-    if (found := ForkServer.inherited()) is not None:
-        if any(map(found.can_start, processes)):
-            return found
-        found.close()
-    one = largest(processes)
-    return new_server(one.env, mark) if one is not None and gains(one.argv[1:]) else None
-
-
 def new_server(
     env: Mapping[str, str], mark: Mapping[str, str] = MappingProxyType({})
 ) -> ForkServer | None:
@@ -387,3 +371,61 @@ def new_server(
     if count_gpus(env) or AMD.exists() or attached() is not None:
         return None
     return ForkServer.begun(env, mark)
+
+
+@dataclass
+class Forks:
+    """The server of the jobs that this process supervises, one after the other.
+
+    Args:
+        stays: Whether it is there for the next job too, which then starts in a moment.
+    """
+
+    stays: bool = False
+    _server: ForkServer | None = None
+
+    def begin(
+        self, processes: Sequence[Process], mark: Mapping[str, str], stop: Callable[[], bool]
+    ) -> None:
+        """Have a server for a job, where that can be.
+
+        That is the one of before, the one that this process was started with, or one that is new,
+        if several processes are alike.
+
+        Args:
+            processes: All tasks that start here.
+            mark: As of `ForkServer.begun`.
+            stop: As of `ForkServer.wait`.
+        """
+        if self._server is None:
+            self._server = ForkServer.inherited()
+        if self._server is not None and not any(map(self._server.can_start, processes)):
+            self.close()
+        one = largest(processes)
+        if self._server is None and one is not None and gains(one.argv[1:]):
+            self._server = new_server(one.env, {} if self.stays else mark)
+        if self._server is not None and not self._server.wait(stop):
+            self.close()
+
+    def start(
+        self,
+        process: Process,
+        env: Mapping[str, str],
+        enlists: int,
+        streams: Sequence[int] | None = None,
+    ) -> Forked | None:
+        """A process as a fork; None where it cannot be one, else as `ForkServer.start`."""
+        if self._server is None or not self._server.can_start(process):
+            return None
+        return self._server.start(process.argv, env, enlists, streams)
+
+    def end(self) -> None:
+        """A job starts nothing any more."""
+        if not self.stays:
+            self.close()
+
+    def close(self) -> None:
+        """End the server, if there is one."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None

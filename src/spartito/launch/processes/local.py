@@ -6,7 +6,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spartito.cluster import Task, tf_config
@@ -19,6 +19,7 @@ from spartito.errors import UserError
 from spartito.launch.job import Heading, JobSpec
 from spartito.launch.lines.job import at_machines, line_of, machines_on
 from spartito.launch.lines.line import Link
+from spartito.launch.processes.fork_server import Forks
 from spartito.launch.processes.gpus import count_gpus
 from spartito.launch.processes.launcher import Processes
 from spartito.launch.processes.process import Patience, Process, process_of
@@ -92,6 +93,7 @@ class Local(Processes):
         private: folders of the job, which are removed at its end, even when we are killed.
         on_end: called when all tasks have ended, with the failure that ended the job, if any; its
             traceback is then not shown.
+        forks: what tasks may be forked by.
     """
 
     nnodes: int | None = Heading.MACHINES.option(
@@ -115,6 +117,7 @@ class Local(Processes):
         "this rate and delay, as 100mbit or 10mbit,50ms; for trials.",
         metavar="RATE[,DELAY]",
     )
+    forks: Forks = field(default_factory=Forks)
 
     def start(self, job: JobSpec) -> int:
         """Start the processes, and follow them to their end.
@@ -209,7 +212,7 @@ class Local(Processes):
             stacks=self.stacks(job, env),
             notice=self.notice,
             on_end=self.on_end,
-            forks=True,
+            forks=self.forks,
             sink=self.sink,
             **more,
         )

@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from spartito.errors import EXIT_PREEMPTED, EXIT_TASK_LOST, UserError
 from spartito.failpoints import failpoint
-from spartito.launch.processes.fork_server import ForkServer, fork_server
+from spartito.launch.processes.fork_server import Forks
 from spartito.launch.processes.group_restart import fallen
 from spartito.launch.processes.heartbeats import Heartbeats
 from spartito.launch.processes.job_end import done_at, done_beside, failure_of, report_failure
@@ -57,7 +57,7 @@ def supervise(
     notice: float | None = None,
     on_end: Callable[[Failure | None], None] | None = None,
     beside: Path | None = None,
-    forks: bool = False,
+    forks: Forks | None = None,
     sink: type[Sink] = Sink,
     out: BinaryIO | None = None,
     err: BinaryIO | None = None,
@@ -79,7 +79,7 @@ def supervise(
     it is printed last and as it is. ``private`` are folders of the job that are removed at its
     end, even when we are killed. ``stacks`` is a folder for the stacks of tasks that do not move,
     ``notice`` the seconds until one that stands still is named, ``beside`` a folder that all
-    tasks see, for their heartbeats. ``forks`` allows tasks to be forked (`fork_server`).
+    tasks see, for their heartbeats. ``forks`` is what tasks may be forked by.
     ``on_end`` is called when all have ended, with the failure
     that decided, if any, whose traceback is then not shown. ``sink`` is how lines are shown;
     ``out`` and ``err`` default to our own streams, which may be a notebook's. What a task started
@@ -108,7 +108,7 @@ class _Supervisor:
     result_of: int | None
     on_end: Callable[[Failure | None], None] | None = None
     keeps_terminal: bool = False
-    forks: bool = False
+    forks: Forks | None = None
     tasks: list[Running] = field(default_factory=list)
     cause: Running | None = None
     interrupted: signal.Signals | None = None
@@ -121,7 +121,6 @@ class _Supervisor:
     before_exec: Callable[[], None] | None = field(default_factory=die_with_parent)
     enlists: int = -1
     enlist: Callable[[], None] = _nothing
-    server: ForkServer | None = None
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
     @property
@@ -135,13 +134,13 @@ class _Supervisor:
             self.mark, self.enlists, self.enlist = reaper.mark, reaper.pipe, reaper.enlist()
             try:
                 if self.forks:
-                    self._begin_server()
+                    self.forks.begin(self.processes, self.mark, lambda: bool(self.interrupted))
                 for index in range(len(self.processes)):
                     if self.interrupted is None:
                         self._start(index)
                         reaper.watch(self._groups())
-                if not any(process.restarts for process in self.processes):
-                    self._close_server()
+                if self.forks and not any(process.restarts for process in self.processes):
+                    self.forks.end()
                 self._forward()  # to one that was just starting when the signal came
                 while self._groups():
                     self._wait()
@@ -156,7 +155,8 @@ class _Supervisor:
                 return code
             finally:
                 self._kill()
-                self._close_server()
+                if self.forks:
+                    self.forks.end()
                 for task in self.tasks:
                     task.popen.wait()
                     task.close()
@@ -225,7 +225,7 @@ class _Supervisor:
         pipe = None if self.keeps_terminal and log is None else subprocess.PIPE
         env = self.beats.begin(process.name, {**process.env, **self.mark}, process.remote)
         try:
-            popen = self._forked(process, env) or subprocess.Popen(
+            popen: Child = self._forked(process, env, pipe is not None) or subprocess.Popen(
                 list(process.argv),
                 env=env,
                 stdin=None if self.keeps_terminal else subprocess.DEVNULL,
@@ -257,24 +257,10 @@ class _Supervisor:
         self._slow_down(task)
         failpoint("launch.supervisor.started")
 
-    def _begin_server(self) -> None:
-        """Have a process to fork tasks from, where that can be."""
-        self.server = fork_server(self.processes, self.mark)
-        if self.server and not self.server.wait(lambda: self.interrupted is not None):
-            self._close_server()
-
-    def _forked(self, process: Process, env: Mapping[str, str]) -> Child | None:
+    def _forked(self, process: Process, env: Mapping[str, str], pipes: bool) -> Child | None:
         """The process as a fork, if it can be one."""
-        server = self.server
-        if server is None or not server.can_start(process):
-            return None
-        has_terminal = self.keeps_terminal and process.log is None
-        return server.start(process.argv, env, self.enlists, range(3) if has_terminal else None)
-
-    def _close_server(self) -> None:
-        if self.server is not None:
-            self.server.close()
-            self.server = None
+        streams = None if pipes else range(3)
+        return self.forks.start(process, env, self.enlists, streams) if self.forks else None
 
     def _slow_down(self, task: Running) -> None:
         if task.process.fraction == FULL:
