@@ -295,7 +295,7 @@ def test_a_fork_that_the_launcher_cannot_know_of_does_nothing(tmp_path: Path) ->
     assert server.wait()
     with open(os.devnull, "r+b") as nothing:
         socket.send_fds(server._asks, [b"+"], [*[nothing.fileno()] * 3, enlists, begins])
-    request = {"program": [str(script)], "folder": None, "env": dict(os.environ)}
+    request = {"program": [str(script)], "folder": "/", "env": dict(os.environ), "kind": ""}
     server._asks.sendall(json.dumps(request).encode() + b"\n")
     server._asks.close()  # where the server would say of whom it has forked
     for number in (enlists, begins, go):
@@ -382,11 +382,12 @@ def test_functions_are_forked_from_one_process_call_after_call(commands: Command
         "calls.py",
         "import os, psutil\nimport spartito as sp\n"
         "def server():\n    return [child.pid for child in psutil.Process().children()]\n"
-        "def task():\n    return os.getppid()\n"
+        "def task():\n    return os.getppid(), os.getcwd()\n"
         "if __name__ == '__main__':\n"
-        "    for variable in ('a', 'a', 'b'):\n"
+        "    for variable, folder in (('a', '.'), ('a', '/'), ('b', '/')):\n"
         "        os.environ['VARIABLE'] = variable\n"
-        "        assert sp.launch(task, workers=2) == os.getpid()\n"
+        "        os.chdir(folder)\n"
+        "        assert sp.launch(task, workers=2) == (os.getpid(), os.getcwd())\n"
         "        print(*server())\n",
     )
     ended = commands.python("calls.py", env=FORKS)

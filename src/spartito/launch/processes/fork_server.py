@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, Self
+from typing import IO, Self
 
 from spartito.cluster import tf_config
 from spartito.cluster.address_list import ENV_ADDRESS
@@ -257,6 +257,7 @@ class ForkServer:
         env: Mapping[str, str],
         enlists: int,
         streams: Sequence[int] | None = None,
+        folder: Path | None = None,
     ) -> Forked | None:
         """Fork a task.
 
@@ -266,6 +267,7 @@ class ForkServer:
             enlists: Where it writes its process group before it does anything.
             streams: Its stdin, stdout and stderr; None: it has nothing to read, and prints into
                 pipes.
+            folder: Where it starts; None: where we are.
 
         Returns:
             The task; None where the server is gone, or stood still and was ended, and where the
@@ -274,7 +276,7 @@ class ForkServer:
         Raises:
             OSError: As of a fork.
         """
-        return self._forked({"program": words[1:], "folder": None}, env, enlists, streams)
+        return self._forked(words, env, enlists, streams, folder, "")
 
     def launch(
         self,
@@ -291,7 +293,7 @@ class ForkServer:
             env: As there.
             enlists: As there.
             streams: As there.
-            folder: Where it starts; None: where we are.
+            folder: As there.
 
         Returns:
             The program; None for one of another Python, and where the server is gone, or stood
@@ -302,16 +304,20 @@ class ForkServer:
         """
         if words[0] != sys.executable:
             return None
-        request = {"program": words[1:], "folder": str(folder or Path.cwd()), "kind": self._kind}
-        return self._forked(request, env, enlists, streams)
+        return self._forked(words, env, enlists, streams, folder, self._kind)
 
     def _forked(
         self,
-        request: Mapping[str, Any],
+        words: Sequence[str],
         env: Mapping[str, str],
         enlists: int,
         streams: Sequence[int] | None,
+        folder: Path | None,
+        kind: str,
     ) -> Forked | None:
+        """A process; a launcher where it is to have a server of this kind."""
+        request = {"program": words[1:], "env": dict(env), "kind": kind}
+        request["folder"] = str(Path.cwd() if folder is None else folder)
         self._asks.settimeout(LIMIT)
         begins, go = os.pipe()
         reads, writes = zip(os.pipe(), os.pipe(), strict=True) if streams is None else ((), ())
@@ -320,8 +326,7 @@ class ForkServer:
             with open(os.devnull, "rb") as nothing:
                 given = [nothing.fileno(), *writes] if streams is None else streams
                 socket.send_fds(self._asks, [b"+"], [*given, enlists, begins])
-                said = json.dumps({**request, "env": dict(env)})
-                self._asks.sendall(said.encode() + b"\n")
+                self._asks.sendall(json.dumps(request).encode() + b"\n")
                 pid = int(self._line() or 0)
             if pid > 0:
                 os.write(go, b"+")

@@ -63,10 +63,12 @@ def main() -> None:
         run(program)
 
 
-def _folder_of(program: Sequence[str]) -> str:
-    """What stands first in the search path of a program."""
+def _first_in_path(program: Sequence[str], folder: str) -> str:
+    """What stands first in the search path of a program that starts in a folder."""
     is_module = program[0] == "-m"
-    return os.getcwd() if is_module else os.path.dirname(os.path.realpath(program[0]))
+    return (
+        folder if is_module else os.path.dirname(os.path.realpath(os.path.join(folder, program[0])))
+    )
 
 
 def _has_accelerator() -> bool:
@@ -89,21 +91,21 @@ def _serve(asked: socket.socket) -> list[str] | None:
             with asked.makefile("rb") as lines:
                 request: dict[str, Any] = json.loads(lines.readline())
             program: list[str] = request["program"]
-            is_task = request["folder"] is None
-            pid = 0 if is_task and _is_shadowed(_folder_of(program)) else _forked(files[-1])
+            first_in_path, is_task = _first_in_path(program, request["folder"]), not request["kind"]
+            pid = 0 if is_task and _is_shadowed(first_in_path) else _forked(files[-1])
             if pid is None:
                 break
             for file in files:
                 os.close(file)
             asked.sendall(b"%d\n" % pid)
+    os.chdir(request["folder"])
     _begin(request["env"], files, asks if is_task else None)
     if is_task:
         sys.orig_argv[1:] = program
         if not os.environ.get("PYTHONSAFEPATH"):
-            sys.path.insert(0, _folder_of(program))
+            sys.path.insert(0, first_in_path)
         _show(COMMAND_LINE, [sys.executable, *program])
         return program
-    os.chdir(request["folder"])
     return _serve(_become([sys.executable, *program], request["kind"]))
 
 
