@@ -41,6 +41,7 @@ KINDS = {
     "clouds": "SkyPilot and dstack in an environment of their own: scripts/clouds",
     "stores": "servers of object stores in an environment of their own: scripts/stores",
     "tpu": "torch_tpu in an environment of its own: scripts/tpu",
+    "libtpu": "Google's compiler for TPUs in an environment of its own: scripts/libtpu",
     "case": "a case that has nothing to test",
 }
 """What a test may lack, by the word that its skip begins with."""

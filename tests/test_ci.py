@@ -33,7 +33,7 @@ class Bare:
         for file in (".ci/run", "scripts/trials"):
             (folder / file).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / file, folder / file)
-        for name in ("install", "clouds", "tpu", "stores", "engine", "test"):
+        for name in ("install", "clouds", "tpu", "libtpu", "stores", "engine", "test"):
             write(folder / "scripts" / name, "")
         for venv in (".venv", ".venv-podman"):
             write(folder / venv / "bin/python", "")

@@ -30,6 +30,8 @@ class DeviceKind:
         pins: Whether it copies from and to the host's memory by itself, where that is pinned.
         fuses: Whether torch's optimizers update all parameters in one kernel there.
         has_doubles: Whether it computes in fp64.
+        compiles: Whether it compiles a program for each shape, and for each offset in a tensor at
+            which a view begins.
     """
 
     name: str
@@ -38,6 +40,7 @@ class DeviceKind:
     pins: bool
     fuses: bool
     has_doubles: bool
+    compiles: bool = False
 
     @property
     def exact(self) -> torch.dtype:
@@ -57,6 +60,10 @@ def kind_of(device: torch.device | str) -> DeviceKind:
     return _kind(torch.device(device).type)
 
 
+_COMPILED = ("tpu",)
+"""The types of which torch does not tell that each operation is compiled first."""
+
+
 @cache
 def _kind(name: str) -> DeviceKind:
     if name in ("cpu", "meta"):
@@ -68,6 +75,7 @@ def _kind(name: str) -> DeviceKind:
         pins=_succeeds(lambda: torch.empty(1, pin_memory=True)),
         fuses=name in _fused_types(),
         has_doubles=_succeeds(lambda: torch.empty(1, dtype=torch.float64, device=name)),
+        compiles=name in _COMPILED,
     )
 
 

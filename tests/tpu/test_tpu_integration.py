@@ -83,15 +83,28 @@ def test_bf16(python: str, tmp_path: Path) -> None:
     assert tpu == pytest.approx(cpu, rel=0.02)  # eight bits of a mantissa, differently fused
 
 
+def compiling(python: str, folder: Path, *words: str) -> tuple[Any, int]:
+    """The losses of two epochs, and how many programs were compiled for them."""
+    losses, text = run(python, folder, "epochs", *words, TF_CPP_MIN_LOG_LEVEL="0")
+    (told,) = re.findall(r"num_compilations=(\d+)", text)
+    return losses, int(told)
+
+
+def test_more_batches_are_no_more_programs(python: str, tmp_path: Path) -> None:
+    compiled = []
+    for batches in (2, 3):
+        (folder := tmp_path / str(batches)).mkdir()
+        compiled.append(compiling(python, folder, "fill", str(8 * batches))[1])
+    assert compiled[0] == compiled[1]
+
+
 def test_a_smaller_batch_is_compiled_once_more_without_being_filled(
     python: str, tmp_path: Path
 ) -> None:
     compiled, losses = {}, {}
     for fill in ("fill", "leave"):
         (folder := tmp_path / fill).mkdir()
-        losses[fill], text = run(python, folder, "epochs", fill, TF_CPP_MIN_LOG_LEVEL="0")
-        (told,) = re.findall(r"num_compilations=(\d+)", text)
-        compiled[fill] = int(told)
+        losses[fill], compiled[fill] = compiling(python, folder, fill)
     assert compiled["fill"] < compiled["leave"], compiled
     assert furthest(losses["fill"], losses["leave"]) < 1e-5
 

@@ -114,7 +114,7 @@ def several() -> Any:
         return found if strategy.is_chief else None
 
 
-def epochs(fill: str) -> Any:
+def epochs(fill: str, count: str = str(EXAMPLES)) -> Any:
     """Two epochs of a deeper model; what was compiled is told at the end of the process."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Flatten(), nn.Linear(64, 32)]
@@ -127,7 +127,9 @@ def epochs(fill: str) -> Any:
         loss=nn.CrossEntropyLoss(),
         strategy=sp.TPUStrategy(fill=fill == "fill"),
     )
-    return trainer.fit(data(torch.float32), epochs=2, batch_size=BATCH, verbose=0).history["loss"]
+    x, y = data(torch.float32)
+    both = x[: int(count)], y[: int(count)]
+    return trainer.fit(both, epochs=2, batch_size=BATCH, verbose=0).history["loss"]
 
 
 def main() -> None:

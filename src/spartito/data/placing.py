@@ -65,7 +65,7 @@ class Placing:
         return rows(data, self._moved) if self.moves else data
 
     def move_parts(self, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-        """The rows of several batches on the device, with one copy for all of them.
+        """The rows of several batches on the device, with one copy for all of them if that pays.
 
         Args:
             tensor: All rows.
@@ -77,6 +77,8 @@ class Placing:
         parts: Sequence[Tensor] = tensor.unsafe_split_with_sizes(sizes)
         if not self.moves:
             return parts
+        if kind_of(self.device).compiles:  # one program for all, not one for each offset
+            return [self._moved(part) for part in parts]
         found: Sequence[Tensor] = self._on_its_way(tensor).unsafe_split_with_sizes(sizes)
         for part, own in zip(found, parts, strict=True):
             _remember(part, own)
