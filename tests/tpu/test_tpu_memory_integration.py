@@ -48,6 +48,7 @@ def test_digits(pythons: tuple[str, str], tmp_path: Path) -> None:
     assert found.ended == ""
 
 
+@pytest.mark.night
 def test_gpt(pythons: tuple[str, str], tmp_path: Path) -> None:
     """Its attention is a kernel that a CPU does not have; the chip's compiler takes it."""
     found = needs(["gpt", "bf16"], "v5e:2x2", *pythons, tmp_path)
