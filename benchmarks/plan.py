@@ -152,6 +152,7 @@ OF_THEIR_OWN = {
     "step_parts": "prints parts of a step, nothing that has a target",
     "study": "writes docs/explanation/study.md, from photos and containers",
     "survival": "writes docs/explanation/survival.md, and goes on where it was ended",
+    "tpu_memory": "wants two environments of its own, and has a table in docs/guides/tpu.md",
     "versions": "needs another checkout",
 }
 """Commands that no list runs, and why: `benchmarks/README.md` has how to call them."""

@@ -25,7 +25,7 @@ sp.Trainer(nn.Linear)                                | is no module; Net(), not 
 sp.Trainer(lambda x: x)                              | is no module; Give an object
 sp.Trainer(net, optimizer="adam")                    | optimizer='adam'; torch.optim.Adam(
 sp.Trainer(net, optimizer=foreign)                   | not the model's; this model's parameters()
-sp.Trainer(net, opt, nn.MSELoss())                   | too many positional; Known: model, optimizer
+sp.Trainer(net, opt, nn.MSELoss())                   | 3 positional; Trainer(model, optimizer=...,
 sp.Trainer(net, optimizer=opt, loss=nn.MSELoss)      | loss=MSELoss is a class; MSELoss()
 sp.Trainer(net, optimizer=opt, loss="mse")           | loss='mse' is not a function; torch.nn.
 sp.Trainer(net, optimizer=opt, loss=lambda o: o)     | called with the output and the; lambda output

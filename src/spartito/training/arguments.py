@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from spartito.cluster.resolver import resolve
 from spartito.errors import UserError
-from spartito.names import ENV_EPOCHS, nearest
+from spartito.names import ENV_EPOCHS, nearest, plural
 from spartito.notes import note
 from spartito.strategies import Strategy, job_strategy, strategy
 
@@ -171,6 +171,8 @@ def known_names(
             given = dict(options)
             if not given.keys() <= form.parameters.keys() or len(args) >= count:
                 given = _translated(name, ours, args, given, self)
+            if len(args) >= count:
+                raise _too_many(name, ours, count - 1, len(args))
             try:
                 form.bind(self, *args, **given)
             except TypeError as error:
@@ -180,6 +182,17 @@ def known_names(
         return wrapped
 
     return decorate
+
+
+def _too_many(name: str, ours: list[str], count: int, given: int) -> UserError:
+    """Of so many that were given without a name, of which ``count`` may be."""
+    known, by_name = f"Known: {', '.join(ours)}.", [f"{each}=..." for each in ours[count:]]
+    if by_name:
+        words = [*ours[:count], *by_name[:2], *(["..."] if by_name[2:] else [])]
+        known = f"Give the others by name: {name}({', '.join(words)}). {known}"
+    return UserError(
+        f"{name}() with {plural(given, 'positional argument')}, and it takes {count}", known
+    )
 
 
 def _translated(
