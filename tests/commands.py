@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO
 
-from spartito.launch.processes.fork_server import Forked, ForkServer, kind_of, new_server
+from spartito.launch.processes.fork_server import Forked, ForkServer, new_server
 from spartito.launch.processes.local import replica_environment
 from spartito.system import ENV_PORTABLE
 from spartito.wire import ports
@@ -251,7 +251,7 @@ class Servers:
 
     def __init__(self) -> None:
         self._server: ForkServer | None = None
-        self._kind, self._one_at_a_time = "", threading.Lock()
+        self._one_at_a_time = threading.Lock()
 
     def launched(
         self, words: Sequence[str], env: Mapping[str, str], folder: Path
@@ -263,12 +263,12 @@ class Servers:
         with self._one_at_a_time, open(os.devnull, "wb") as nobody:
             if self._server is None:
                 nobodys = {name: value for name, value in usual.items() if name != MARK}
-                self._server, self._kind = new_server(nobodys), kind_of(usual)
+                self._server = new_server(nobodys)
                 if self._server is None or not self._server.wait():
                     return None
-            if kind_of(usual) != self._kind:
+            if not self._server.is_for(usual):
                 return None
-            forked = self._server.launch(words, env, nobody.fileno(), folder=folder)
+            forked = self._server.start(words, env, nobody.fileno(), folder=folder, launches=True)
         return None if forked is None else Launched(words, forked)
 
     def close(self) -> None:

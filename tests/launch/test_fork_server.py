@@ -341,9 +341,8 @@ server.close()
         assert server.wait()
         before = set(psutil.Process().children(recursive=True))
         with open(os.devnull, "wb") as nobody:
-            found = server.launch(
-                [sys.executable, "launcher.py"], os.environ, nobody.fileno(), folder=tmp_path
-            )
+            words = [sys.executable, "launcher.py"]
+            found = server.start(words, os.environ, nobody.fileno(), folder=tmp_path, launches=True)
         assert found is not None
         assert found.stdout is not None
         assert found.stderr is not None

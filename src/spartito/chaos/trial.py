@@ -155,7 +155,7 @@ def _begin(start: Start, folder: Path, reaper: Reaper, server: ForkServer | None
     words = [*start.sandbox.enters, *start.command]
     with (folder / LOG).open("ab") as log, open(os.devnull, "rb") as nothing:
         files = [nothing.fileno(), log.fileno(), log.fileno()]
-        forked = server.launch(words, env, reaper.pipe, files) if server else None
+        forked = server.start(words, env, reaper.pipe, files, launches=True) if server else None
         return forked or subprocess.Popen(
             words,
             env=env,

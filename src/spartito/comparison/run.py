@@ -324,7 +324,7 @@ def _run(
     launch = runner.prepare(planned)
     env = {**base, **launch.environment}
     began, before = time.monotonic(), read_load()
-    forked = server.launch(launch.command, env, reaper.pipe) if server else None
+    forked = server.start(launch.command, env, reaper.pipe, launches=True) if server else None
     popen: Child = forked or subprocess.Popen(
         launch.command,
         env=env,

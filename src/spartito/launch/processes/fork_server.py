@@ -246,9 +246,13 @@ class ForkServer:
             self._has_imported = bool(ready)
         return self._has_imported
 
+    def is_for(self, env: Mapping[str, str]) -> bool:
+        """Whether modules are the same in an environment as they are here."""
+        return kind_of(env) == self._kind
+
     def can_start(self, process: Process) -> bool:
         """Whether a process is one of those that it starts."""
-        fits = can_be_forked(process) and kind_of(process.env) == self._kind
+        fits = can_be_forked(process) and self.is_for(process.env)
         return fits and gains(process.argv[1:]) and self._process.poll() is None
 
     def start(
@@ -258,8 +262,9 @@ class ForkServer:
         enlists: int,
         streams: Sequence[int] | None = None,
         folder: Path | None = None,
+        launches: bool = False,
     ) -> Forked | None:
-        """Fork a task.
+        """Fork a task, or start a launcher with a fork of this server as its own; see `inherited`.
 
         Args:
             words: The Python that runs here and its program.
@@ -268,55 +273,19 @@ class ForkServer:
             streams: Its stdin, stdout and stderr; None: it has nothing to read, and prints into
                 pipes.
             folder: Where it starts; None: where we are.
+            launches: Whether it is a launcher, which imports no torch itself.
 
         Returns:
-            The task; None where the server is gone, or stood still and was ended, and where the
-            program's folder has modules of the names of some that are imported.
-
-        Raises:
-            OSError: As of a fork.
-        """
-        return self._forked(words, env, enlists, streams, folder, "")
-
-    def launch(
-        self,
-        words: Sequence[str],
-        env: Mapping[str, str],
-        enlists: int,
-        streams: Sequence[int] | None = None,
-        folder: Path | None = None,
-    ) -> Forked | None:
-        """Start another program, with a fork of this server as its own; see `inherited`.
-
-        Args:
-            words: As of `start`, like the others.
-            env: As there.
-            enlists: As there.
-            streams: As there.
-            folder: As there.
-
-        Returns:
-            The program; None for one of another Python, and where the server is gone, or stood
-            still and was ended.
+            The process; None for one of another Python, where the server is gone, or stood still
+            and was ended, and where a task's folder has modules of the names of some that are
+            imported.
 
         Raises:
             OSError: As of a fork.
         """
         if words[0] != sys.executable:
             return None
-        return self._forked(words, env, enlists, streams, folder, self._kind)
-
-    def _forked(
-        self,
-        words: Sequence[str],
-        env: Mapping[str, str],
-        enlists: int,
-        streams: Sequence[int] | None,
-        folder: Path | None,
-        kind: str,
-    ) -> Forked | None:
-        """A process; a launcher where it is to have a server of this kind."""
-        request = {"program": words[1:], "env": dict(env), "kind": kind}
+        request = {"program": words[1:], "env": dict(env), "kind": self._kind if launches else ""}
         request["folder"] = str(Path.cwd() if folder is None else folder)
         self._asks.settimeout(LIMIT)
         begins, go = os.pipe()
@@ -367,10 +336,16 @@ def new_server(
         mark: As of `ForkServer.begun`.
 
     Returns:
-        It; None on a system other than Linux, and where there are accelerators, whose drivers do
-        not survive a fork.
+        It, or the one that this process was started with; None on a system other than Linux, and
+        where there are accelerators, whose drivers do not survive a fork.
     """
-    if env.get(ENV_FORK) == "0" or not adopt_orphans(True):
+    if env.get(ENV_FORK) == "0":
+        return None
+    if (found := ForkServer.inherited()) is not None:
+        if found.is_for(env):
+            return found
+        found.close()
+    if not adopt_orphans(True):
         return None
     adopt_orphans(False)
     if count_gpus(env) or AMD.exists() or attached() is not None:
