@@ -52,6 +52,7 @@ def tells():
         "cached": __cached__, "names": names, "mains": len(mains),
         "orig_argv": sys.orig_argv, "path": sys.path, "folder": os.getcwd(),
         "environment": dict(os.environ), "shown": shown == dict(os.environ),
+        "command line": open("/proc/self/cmdline").read().rstrip("\\0").split("\\0"),
         "own session": os.getsid(0) == os.getpid() == os.getpgid(0),
         "stdin": sys.stdin.read(), "terminal": os.isatty(1), "handlers": handlers,
         "threads": torch.get_num_threads(), "python's": len(threading.enumerate()),
