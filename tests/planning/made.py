@@ -46,6 +46,7 @@ PROFILE = Profile(
         Sample(4, 16, 1e-4, 1.5e-3, 3e-3, 2e-3, 1e-4, 100, 0.02, 0.04),
     ),
     parts=tuple(Part(f"blocks.{n}", 1e-3, 1_000_000, 4000.0) for n in range(8)),
+    uncut="",
     mesh={2: Along(0.55, 16, 30_000.0, 0.55), 4: Along(0.3, 16, 30_000.0, 0.3)},
     machine=MACHINE,
 )

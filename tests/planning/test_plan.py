@@ -144,7 +144,7 @@ def test_what_cannot_be_ends_with_2_and_says_why(
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"version": 99}, "has version 99, and this reads 4"),
+        ({"version": 99}, "has version 99, and this reads 5"),
         ({"kind": "cake"}, "is no profile"),
         ({"samples": []}, "is damaged"),
         ({"extra": 1}, "is damaged: unknown extra"),
@@ -257,6 +257,7 @@ def test_a_training_is_profiled_and_planned(
         65 * 64 * 4,
         65 * 4 * 4,
     ]
+    assert steps["uncut"] == ""
     assert steps["adding"] > 0
     assert steps["mesh"]["2"]["parameters"] < 0.7
     assert steps["mesh"]["2"]["passes"] != steps["mesh"]["2"]["parameters"]  # it was measured
@@ -305,6 +306,33 @@ def test_what_cannot_be_computed_beside_is_left_to_the_exchange(
     with pytest.raises(SystemExit):
         trainer.fit((torch.randn(80, 20), torch.randn(80, 4)), batch_size=8)
     assert json.loads((tmp_path / "steps.json").read_text())["contention"] is None
+
+
+class Counts(nn.Linear):
+    """Its forward pass changes what no buffer is."""
+
+    passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return super().forward(x)
+
+
+def test_why_no_pipeline_trains_a_model_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_profile, "SECONDS", 0.1)
+    monkeypatch.setattr(step_profile, "available_cores", lambda: 1)
+    monkeypatch.setenv(ENV_PROFILE, str(tmp_path / "steps.json"))
+    trainer = sp.Trainer(Counts(20, 4), optimizer=torch.optim.Adam, loss=nn.MSELoss())
+    with pytest.raises(SystemExit):
+        trainer.fit((torch.randn(80, 20), torch.randn(80, 4)), batch_size=8)
+    why = json.loads((tmp_path / "steps.json").read_text())["uncut"]
+    assert why.startswith("a pipeline cannot train the model: each forward pass changes 'passes'")
+    own = Situation(replace(PROFILE, uncut=why), cluster(workers=2), 64)
+    with pytest.raises(UserError) as refused:
+        predict(parse("pipeline"), own)
+    assert why in str(refused.value)
 
 
 def test_a_plan_trains_in_no_folder_of_the_users_trainings() -> None:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from spartito.errors import UserError
 
-VERSION = 4
+VERSION = 5
 KIND = "spartito profile"
 PARTS = ("input", "forward", "backward", "update", "other")
 """What a step is made of, in its order."""
@@ -172,8 +172,9 @@ class Profile:
     """What a plan knows of a training; all of it was measured, or is the user's own figure.
 
     ``adding`` are the seconds in which the gradients of a pass are added to those that wait.
-    ``base_memory`` are the bytes of a process without tensors; a task that is forked has
-    ``fork_saves`` less in RAM: libraries that it has not used since.
+    ``uncut`` says why no pipeline trains the model, where none does. ``base_memory`` are the bytes
+    of a process without tensors; a task that is forked has ``fork_saves`` less in RAM: libraries
+    that it has not used since.
     """
 
     target: str
@@ -194,6 +195,7 @@ class Profile:
     adding: float
     samples: tuple[Sample, ...]
     parts: tuple[Part, ...]
+    uncut: str
     mesh: Mapping[int, Along]
     machine: Machine
 

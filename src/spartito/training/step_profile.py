@@ -70,6 +70,7 @@ COPIES = 4
 """... each with its own parameters, gradients and optimizer's state."""
 ALONG = 30
 """A model that is cut among some tasks has this part of the time, where its passes are short."""
+UNCUT = "a pipeline cannot train the model"
 SIZE = "size"
 IQR = 1.349
 """Standard deviations between the quartiles of a normal distribution."""
@@ -174,7 +175,7 @@ class Profiler:
             batch = next(self._batches(1))
             torch.set_num_threads(1)  # parts are compared with each other alone
             kept = self._activations(batch)
-            parts, adding = self._parts(), self._adding()
+            (parts, uncut), adding = self._parts(), self._adding()
             contention = self._contention(min(2, divisions))
         learned = optimizer_parameters(trainer.optimizer)
         parameters, buffers = list(self._model.parameters()), list(self._model.buffers())
@@ -209,6 +210,7 @@ class Profiler:
             "contention": contention,
             "adding": adding,
             "parts": parts,
+            "uncut": uncut,
             "mesh": {str(size): found for size in AXES if (found := self._along(size, batch))},
         }
 
@@ -376,10 +378,10 @@ class Profiler:
             self._trainer.strategy.step(batch, self._trainer.loss)
         return {"bytes": sum(seen.values()), "batch": batch.size}
 
-    def _parts(self) -> list[dict[str, Any]]:
+    def _parts(self) -> tuple[list[dict[str, Any]], str]:
         """The parts in a row between which a pipeline may cut: seconds, bytes of each.
 
-        One, where no pipeline can train the model.
+        One, where no pipeline can train the model, and why.
         """
         loss, pair, size = self._trainer.loss, self._engine.team.pairs.only, self._chain.batch_size
         batch = next(self._batches(min(MICROBATCHES, size or 1)))
@@ -390,10 +392,12 @@ class Profiler:
                 return forward(self._model, data, loss is not None)
 
         sizes = {name: _nbytes(parameter) for name, parameter in self._model.named_parameters()}
+        uncut = ""
         try:
             found = parts_of(record(self._model, call, self._device), self._model, call)
         except Exception as error:  # whatever the user's model says
-            note("no pipeline trains this model: %s", error)
+            said = str(error).splitlines() or [type(error).__name__]
+            uncut = said[0] if isinstance(error, UserError) else f"{UNCUT}: {said[0]}"
             found = [Part("", 0, 1.0, 0, tuple(sizes))]
         follows = [*(part.entering for part in found[1:]), 0]
         return [
@@ -404,7 +408,7 @@ class Profiler:
                 "output": output / max(1, batch.size),
             }
             for part, output in zip(found, follows, strict=True)
-        ]
+        ], uncut
 
     def _adding(self) -> float:
         """The seconds in which gradients are added to those that wait."""

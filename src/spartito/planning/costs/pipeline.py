@@ -61,6 +61,8 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
             f"stages={stages} in a job of {cluster.tasks} tasks",
             f"It divides the number of tasks: {divisors(cluster.tasks)}.",
         )
+    if profile.uncut:
+        raise UserError(profile.uncut, "Take a strategy that keeps the model whole.")
     if stages > len(profile.parts):
         raise UserError(
             f"stages={stages}: {profile.model.name} has {len(profile.parts)} parts in a row",
