@@ -13,7 +13,7 @@ from torch import nn
 from spartito.errors import UserError
 from spartito.pipeline.cut import Cut
 from spartito.pipeline.program import record
-from spartito.pipeline.split import balanced
+from spartito.pipeline.split import balanced, parts_of, slowdowns
 from spartito.pipeline.stage import run
 from spartito.strategies import PipelineStrategy
 from tests.pipeline import jobs
@@ -191,3 +191,27 @@ def test_parts_are_measured_by_two_forward_and_backward_passes() -> None:
     assert start.path in ("1", "2")
     assert passes == {name: 2 for name, _ in model.named_parameters()}
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_stages_are_timed_beside_the_whole_model_which_stays_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    model(torch.ones(3, 2)).sum().backward()
+
+    def kept() -> list[torch.Tensor]:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return [tensor.clone() for tensor in (*model.buffers(), *gradients)]
+
+    before = kept()
+    data, state = torch.ones(3, 2), torch.get_rng_state()
+
+    def call() -> torch.Tensor:
+        output: torch.Tensor = model(data + torch.rand(()))
+        return output
+
+    program = record(model, call)
+    found = slowdowns(program, parts_of(program, model, call), model, call, 2)
+    assert set(found) == {1, 2}
+    assert min(found.values()) > 0
+    assert all(map(torch.equal, before, kept()))
+    assert len(before) == 3 + 6
+    assert torch.equal(torch.get_rng_state(), state)

@@ -47,6 +47,7 @@ PROFILE = Profile(
     ),
     parts=tuple(Part(f"blocks.{n}", 1e-3, 1_000_000, 4000.0) for n in range(8)),
     uncut="",
+    slowdowns={1: 1.1, 2: 1.2, 4: 1.4},
     mesh={2: Along(0.55, 16, 30_000.0, 0.55), 4: Along(0.3, 16, 30_000.0, 0.3)},
     machine=MACHINE,
 )

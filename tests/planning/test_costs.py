@@ -201,9 +201,13 @@ def test_stages_are_cut_as_evenly_as_can_be(times: list[float], stages: int) -> 
 def test_stages_wait_while_a_pipeline_fills_and_empties() -> None:
     """Two equal stages and 8 microbatches: one stage's time of one of them is idle."""
     parts = tuple(replace(part, output=0.0) for part in PROFILE.parts)
-    own = replace(situation(workers=2), profile=replace(PROFILE, parts=parts))
+    profile = replace(PROFILE, parts=parts, adding=0.0, slowdowns={})
+    own = replace(situation(workers=2), profile=profile)
     seconds = predict(parse('pipeline(schedule="gpipe")'), own).cost.seconds
     assert seconds[STAGES] == pytest.approx(seconds[COMPUTE] / 8, rel=0.02)
+    slower = replace(own, profile=replace(profile, slowdowns={1: 1.25, 2: 1.5, 4: 2.0}))
+    costs = [predict(parse('pipeline(schedule="gpipe")'), each).cost for each in (slower, own)]
+    assert costs[0].seconds[COMPUTE] == pytest.approx(1.5 * costs[1].seconds[COMPUTE])
 
 
 @given(st.floats(0.01, 100), st.floats(1e-7, 1e-4), st.floats(0.1, 100))

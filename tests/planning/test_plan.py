@@ -258,6 +258,8 @@ def test_a_training_is_profiled_and_planned(
         65 * 4 * 4,
     ]
     assert steps["uncut"] == ""
+    assert set(steps["slowdowns"]) == {"1", "2"}  # three layers
+    assert min(steps["slowdowns"].values()) > 0
     assert steps["adding"] > 0
     assert steps["mesh"]["2"]["parameters"] < 0.7
     assert steps["mesh"]["2"]["passes"] != steps["mesh"]["2"]["parameters"]  # it was measured

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,10 @@ MOST = 48
 """Starts that are looked at; more are thinned out."""
 LITTLE = 1.1
 """So many times as slow may the slowest stage be where starts are further outside in the model."""
+
+
+COUNTED = (1, 2, 4)
+"""Numbers of stages with which `slowdowns` cuts the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +146,11 @@ def balanced(program: Program, model: nn.Module, stages: int, call: Call | None)
             f"Take stages={max(1, layers)} or less, or name the modules that begin stages by "
             "split=[...]: modules that the forward pass calls one after the other.",
         )
+    return starts_of(parts, stages)
+
+
+def starts_of(parts: Sequence[Part], stages: int) -> list[Start]:
+    """As `balanced`, of parts that are known, of which so many have parameters."""
     chosen = outermost(
         [part.cost for part in parts],
         [part.entering / BYTES_PER_SECOND for part in parts],
@@ -316,25 +325,73 @@ def _counted(cut: Cut, model: nn.Module) -> list[float]:
     return [float(sum(sizes[name] for name in names)) + 1.0 for names in _owned(cut)]
 
 
-def _measured(cut: Cut, model: nn.Module, call: Callable[[], Any]) -> list[float]:
-    """Seconds of the forward and backward pass of each part, the shorter of two."""
+def slowdowns(
+    program: Program, parts: Sequence[Part], model: nn.Module, call: Call, rounds: int
+) -> dict[int, float]:
+    """How many times as long the passes of all stages take as those of the model that is whole.
+
+    Each stage goes through the whole forward pass and leaves out what others compute.
+
+    Args:
+        program: The model's operations.
+        parts: Of it, with their times.
+        model: It has all of its parameters.
+        call: Makes a forward pass.
+        rounds: How often each is measured; the quickest counts.
+
+    Returns:
+        That, by the number of stages: some of `COUNTED`.
+    """
+    layers = sum(bool(part.parameters) for part in parts)
+    cuts = {
+        count: Cut(program, tuple(start.index(program) for start in starts_of(parts, count)))
+        for count in COUNTED
+        if count <= layers
+    }
+    whole, cut_up = [], {count: list[float]() for count in cuts}
+    with _gradients_aside(model):
+        for _ in range(rounds):
+            with untouched(model), torch.enable_grad():
+                whole.append(_whole_pass(call))
+            for count, cut in cuts.items():
+                with untouched(model), torch.enable_grad():
+                    cut_up[count].append(sum(_one_pass(cut, call)))
+    return {count: min(seconds) / min(whole) for count, seconds in cut_up.items()}
+
+
+def _whole_pass(call: Call) -> float:
+    began, roots = time.perf_counter(), list[Tensor]()
+    each_tensor(call(), roots.append)
+    roots = [tensor for tensor in roots if tensor.requires_grad]
+    torch.autograd.backward(roots, [torch.ones_like(tensor) for tensor in roots])
+    return time.perf_counter() - began
+
+
+@contextmanager
+def _gradients_aside(model: nn.Module) -> Iterator[None]:
+    """A block with no gradients, which leaves those that there were."""
     parameters = list(model.parameters())
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
-    times = [float("inf")] * cut.stages
     try:
-        for _ in range(2):
-            with untouched(model), torch.enable_grad():
-                for stage, seconds in enumerate(_one_pass(cut, call)):
-                    times[stage] = min(times[stage], seconds)
+        yield
     finally:
         for parameter, grad in zip(parameters, before, strict=True):
             parameter.grad = grad
+
+
+def _measured(cut: Cut, model: nn.Module, call: Call) -> list[float]:
+    """Seconds of the forward and backward pass of each part, the shorter of two."""
+    times = [float("inf")] * cut.stages
+    with _gradients_aside(model):
+        for _ in range(2):
+            with untouched(model), torch.enable_grad():
+                times = list(map(min, times, _one_pass(cut, call)))
     return times
 
 
-def _one_pass(cut: Cut, call: Callable[[], Any]) -> list[float]:
+def _one_pass(cut: Cut, call: Call) -> list[float]:
     received: list[Tensor] = []
     times = []
     for stage in range(cut.stages):

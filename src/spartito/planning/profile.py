@@ -172,7 +172,8 @@ class Profile:
     """What a plan knows of a training; all of it was measured, or is the user's own figure.
 
     ``adding`` are the seconds in which the gradients of a pass are added to those that wait.
-    ``uncut`` says why no pipeline trains the model, where none does. ``base_memory`` are the bytes
+    ``uncut`` says why no pipeline trains the model, where none does; ``slowdowns`` are, by their
+    number, how many times as long its stages compute together. ``base_memory`` are the bytes
     of a process without tensors; a task that is forked has ``fork_saves`` less in RAM: libraries
     that it has not used since.
     """
@@ -196,6 +197,7 @@ class Profile:
     samples: tuple[Sample, ...]
     parts: tuple[Part, ...]
     uncut: str
+    slowdowns: Mapping[int, float]
     mesh: Mapping[int, Along]
     machine: Machine
 
@@ -234,6 +236,11 @@ class Profile:
         """By what part most rounds of measurements were slower than the quickest one."""
         nearest = min({s.threads for s in self.samples}, key=lambda count: abs(count - threads))
         return max(s.between_rounds for s in self.samples if s.threads == nearest)
+
+    def slowdown(self, stages: int) -> float:
+        """How many times as long so many stages compute together as the model that is whole."""
+        points = [(float(count), each) for count, each in self.slowdowns.items()]
+        return Line.through(points).at(stages) if len(points) > 1 else 1.0
 
     @property
     def largest_part(self) -> int:
@@ -296,6 +303,7 @@ class Profile:
                 "model": Model(**found["model"]),
                 "samples": tuple(Sample(**each) for each in found["samples"]),
                 "parts": tuple(Part(**each) for each in found["parts"]),
+                "slowdowns": {int(count): each for count, each in found["slowdowns"].items()},
                 "mesh": {int(size): Along(**each) for size, each in found["mesh"].items()},
                 "machine": Machine(**machine),
             }

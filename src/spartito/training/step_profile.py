@@ -39,7 +39,7 @@ from spartito.mesh.layout import DEFAULT, Layout
 from spartito.names import ENV_PROFILE
 from spartito.notes import note
 from spartito.pipeline.program import record
-from spartito.pipeline.split import Part, parts_of
+from spartito.pipeline.split import Part, parts_of, slowdowns
 from spartito.report.lines import line_of
 from spartito.steps.computation import WholeModel
 from spartito.storage.atomic import write_file_atomically
@@ -175,7 +175,7 @@ class Profiler:
             batch = next(self._batches(1))
             torch.set_num_threads(1)  # parts are compared with each other alone
             kept = self._activations(batch)
-            (parts, uncut), adding = self._parts(), self._adding()
+            pipeline, adding = self._pipeline(), self._adding()
             contention = self._contention(min(2, divisions))
         learned = optimizer_parameters(trainer.optimizer)
         parameters, buffers = list(self._model.parameters()), list(self._model.buffers())
@@ -209,8 +209,7 @@ class Profiler:
             "samples": [sample.record() for sample in samples],
             "contention": contention,
             "adding": adding,
-            "parts": parts,
-            "uncut": uncut,
+            **pipeline,
             "mesh": {str(size): found for size in AXES if (found := self._along(size, batch))},
         }
 
@@ -378,10 +377,11 @@ class Profiler:
             self._trainer.strategy.step(batch, self._trainer.loss)
         return {"bytes": sum(seen.values()), "batch": batch.size}
 
-    def _parts(self) -> tuple[list[dict[str, Any]], str]:
+    def _pipeline(self) -> dict[str, Any]:
         """The parts in a row between which a pipeline may cut: seconds, bytes of each.
 
-        One, where no pipeline can train the model, and why.
+        One, where no pipeline can train the model, and why. And how many times as slow the passes
+        of so many stages are together as those of the model.
         """
         loss, pair, size = self._trainer.loss, self._engine.team.pairs.only, self._chain.batch_size
         batch = next(self._batches(min(MICROBATCHES, size or 1)))
@@ -392,15 +392,17 @@ class Profiler:
                 return forward(self._model, data, loss is not None)
 
         sizes = {name: _nbytes(parameter) for name, parameter in self._model.named_parameters()}
-        uncut = ""
+        uncut, slower = "", dict[int, float]()
         try:
-            found = parts_of(record(self._model, call, self._device), self._model, call)
+            program = record(self._model, call, self._device)
+            found = parts_of(program, self._model, call)
+            slower = slowdowns(program, found, self._model, call, ROUNDS)
         except Exception as error:  # whatever the user's model says
             said = str(error).splitlines() or [type(error).__name__]
             uncut = said[0] if isinstance(error, UserError) else f"{UNCUT}: {said[0]}"
             found = [Part("", 0, 1.0, 0, tuple(sizes))]
         follows = [*(part.entering for part in found[1:]), 0]
-        return [
+        parts = [
             {
                 "name": part.path,
                 "seconds": part.cost,
@@ -408,7 +410,8 @@ class Profiler:
                 "output": output / max(1, batch.size),
             }
             for part, output in zip(found, follows, strict=True)
-        ], uncut
+        ]
+        return {"parts": parts, "uncut": uncut, "slowdowns": slower}
 
     def _adding(self) -> float:
         """The seconds in which gradients are added to those that wait."""

@@ -79,12 +79,14 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     sends = [message(situation, stage[-1].output * micro, crosses) for stage in cut[:-1]]
     forward = passes(situation, "forward", micro) + passes(situation, "other", micro)
     backward = passes(situation, "backward", micro)
+    passing = max(0.0, profile.slowdown(stages) - 1) * (forward + backward) / stages
     adding = profile.adding / cluster.slowest * (count > 1)
     turns = max(1.0, crowding(situation))
 
     def seconds(action: Action) -> float:
         own = forward if action.kind == FORWARD else backward
         own *= weights[action.stage] * (1.0 if action.kind in (FORWARD, "backward") else 0.5)
+        own += passing * (action.kind == FORWARD)
         own += adding * sizes[action.stage] * (action.kind in ("backward", "weights"))
         edge = action.stage if action.kind == FORWARD else action.stage - 1
         if 0 <= edge < len(sends) and action.kind != "weights":
@@ -93,7 +95,7 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
 
     spans = simulate(orders(schedule, Shape(stages, 1, count)), seconds)
     whole = max(span.end for own in spans for span in own)
-    compute = (forward + backward) * count * max(weights) + adding * count * max(sizes)
+    compute = ((forward + backward) * max(weights) + passing) * count + adding * count * max(sizes)
     moved = 2 * count * max([send.memory + send.link for send in sends], default=0.0)
     where = LINK if crosses else MEMORY
     own = {INPUT: passes(situation, "input", examples), COMPUTE: compute}
