@@ -10,8 +10,11 @@ from pathlib import Path
 from threading import Event
 
 import pytest
+import torch
+from torch import nn
 
-from spartito.errors import UserError
+import spartito as sp
+from spartito.errors import UnwritableError, UserError
 from spartito.storage.atomic import (
     MANIFEST,
     read_manifest,
@@ -95,6 +98,21 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     with write_directory(tmp_path / "empty"):
         pass
     assert verify(tmp_path / "empty").files == {}
+
+
+def test_a_file_that_nobody_may_write_stays(tmp_path: Path) -> None:
+    file = tmp_path / "best.pt"
+    file.write_text("mine")
+    file.chmod(0o444)
+    trainer = sp.Trainer(nn.Linear(2, 2), strategy="one_device")
+    for write in (lambda: write_file_atomically(file, "other"), lambda: trainer.save_weights(file)):
+        with pytest.raises(UnwritableError, match=r"best\.pt is read-only, and would be replaced"):
+            write()
+    assert file.read_text() == "mine"
+    assert os.listdir(tmp_path) == ["best.pt"]
+    file.chmod(0o644)
+    trainer.save_weights(file)
+    assert len(torch.load(file)) == 2
 
 
 def test_a_file_in_the_way_is_an_error_and_stays(tmp_path: Path) -> None:

@@ -149,6 +149,44 @@ def written_amid(name: str, options: dict[str, Any], how: str) -> dict[str, Any]
         strategy.close()
 
 
+def written_beside_servers(name: str, options: dict[str, Any], how: str) -> str:
+    """What is said where a script writes what parameter servers replace.
+
+    ``how``: "before" the first step, in a "loop" of one's own, by a "hook" of the optimizer, or a
+    callback has "frozen" a weight.
+    """
+    strategy = make_strategy(name, **options)
+    net: Any = mlp()
+
+    class Freeze(sp.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any) -> None:
+            net[0].weight.requires_grad_(False)
+
+    data = sp.data.arrays(*blobs(EXAMPLES)).batch(BATCH)
+    try:
+        trainer = sp.Trainer(
+            net, optimizer=INNER["adamw"], loss=nn.CrossEntropyLoss(), strategy=strategy
+        )
+        if how == "before":
+            net[0].bias.data.add_(1.0)
+        if how == "hook":
+            trainer.optimizer.register_step_post_hook(lambda *_: net[0].bias.data.zero_())
+        if how != "loop":
+            given = [Freeze()] if how == "frozen" else []
+            trainer.fit(data, epochs=1, callbacks=given, verbose=0)
+            return "it trains"
+        for batch in strategy.distribute(data):
+            losses = nn.functional.cross_entropy(net(batch.x), batch.y, reduction="none")
+            strategy.backward(losses, batch)
+            strategy.update(trainer.optimizer)
+            net[3].bias.data.clamp_(-0.01, 0.01)
+        return "it trains"
+    except (sp.UserError, sp.TaskLostError) as error:
+        return str(error)
+    finally:
+        strategy.close()
+
+
 def halved(name: str, options: dict[str, Any]) -> dict[str, Tensor]:
     """The weights of a training in which a callback writes after the last batch of each epoch."""
     strategy = make_strategy(name, **options)

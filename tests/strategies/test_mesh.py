@@ -17,7 +17,7 @@ import spartito as sp
 from spartito.mesh.collectives import Axis
 from spartito.models import GPT
 from tests.replicas import ReplicaError, Replicas, warns
-from tests.strategies.jobs import blobs, mlp
+from tests.strategies.jobs import blobs, make_strategy, mlp
 from tests.strategies.test_contracts import EXACT, close
 
 Net = Callable[[], nn.Module]
@@ -509,3 +509,18 @@ def test_sparse_gradients_are_refused_where_tensors_are_cut(replicas: Replicas) 
     replicas(with_sparse_rows, 1, 1)
     with pytest.raises(ReplicaError, match="UserError: sparse gradients under mesh"):
         replicas(with_sparse_rows, 2, 2)
+
+
+def with_short_rows(name: str, count: int) -> None:
+    with make_strategy(name, **({"model": count} if name == "mesh" else {})) as strategy:
+        net = nn.Sequential(nn.Embedding(8, 4, max_norm=1.0), nn.Linear(4, 2))
+        strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+
+
+@pytest.mark.parametrize("name", ["mirrored", "sharded", "central_storage"])
+def test_rows_that_a_lookup_shortens_are_refused_where_there_are_replicas(
+    replicas: Replicas, name: str
+) -> None:
+    replicas(with_short_rows, 1, name, 1)
+    with pytest.raises(ReplicaError, match=r"UserError: max_norm=1\.0 of 0, Embedding"):
+        replicas(with_short_rows, 2, name, 2)

@@ -21,10 +21,12 @@ from spartito.ps.server.shard import Shard
 from spartito.ps.server.update_log import entries
 from spartito.strategies import strategy
 from tests.replicas import ReplicaError, Replicas, warns
-from tests.strategies import ps_jobs
+from tests.strategies import local_jobs, ps_jobs
 from tests.strategies.jobs import blobs
 from tests.strategies.ps_jobs import FINE, Asked, with_servers
 from tests.strategies.ps_processes import job as processes
+
+SMALL = {"servers": {"min_shard_bytes": 16}}
 
 NARROW = {"shared_memory": False, "wire_dtype": "bf16"}
 
@@ -333,6 +335,42 @@ def test_a_loop_of_ones_own(replicas: Replicas, tmp_path: Path, bound: int | Non
     assert sum(result["seen"] for result in results) == 3 * asked.examples
     first = results[0]["weights"]
     assert all(torch.equal(first[name], results[1]["weights"][name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("in place", "0.bias, 3.bias of the model changed on worker 0 between two steps"),
+        ("set", "3.bias of the model changed on worker 0 between two steps"),
+    ],
+)
+def test_what_a_callback_writes_into_parameters_is_refused(
+    replicas: Replicas, how: str, said: str
+) -> None:
+    """It runs on the chief alone, and the servers' values would replace it."""
+    first, other = replicas(local_jobs.written_amid, 2, "parameter_server", SMALL, how, servers=1)
+    assert said in first
+    assert "ended the job: UserError: " in other
+    back = replicas(local_jobs.written_amid, 2, "parameter_server", SMALL, "back", servers=1)
+    assert all(isinstance(found, dict) for found in back)
+
+
+@pytest.mark.parametrize(
+    ("how", "workers", "said"),
+    [
+        ("before", 1, "0.bias of the model changed on worker 0 between two steps"),
+        ("loop", 1, "3.bias of the model changed on worker 0 between two steps"),
+        ("hook", 1, "an optimizer with register_step_post_hook under parameter_server"),
+        ("frozen", 2, "0.weight of the model was frozen on worker 0 during fit()"),
+        ("frozen", 1, "it trains"),
+    ],
+)
+def test_what_a_script_does_to_parameters_beside_the_servers_is_refused(
+    replicas: Replicas, how: str, workers: int, said: str
+) -> None:
+    job = local_jobs.written_beside_servers
+    found = replicas(job, workers, "parameter_server", SMALL, how, servers=1)
+    assert said in found[0]
 
 
 def test_a_second_model_is_refused(replicas: Replicas, tmp_path: Path) -> None:

@@ -50,6 +50,26 @@ def test_training_ends_with_a_step(replicas: Replicas, case: Case) -> None:
             assert len(found["val"]) == len(found["epochs"])
 
 
+@each_of(CASES[:-1])
+def test_what_is_left_of_an_epoch_that_was_cut_belongs_to_it(
+    replicas: Replicas, case: Case, tmp_path: Path
+) -> None:
+    cut, whole = (
+        run(replicas, case, weighted_jobs.go_on, folder=str(tmp_path / name), most=most)
+        for name, most in (("cut", [3, 7, 10, 14]), ("whole", []))
+    )
+    assert (whole["epoch"], whole["steps"]) == (4, 20)
+    close(cut, whole)
+
+
+def test_no_epoch_is_cut_short_under_servers(replicas: Replicas, tmp_path: Path) -> None:
+    """Some batches may come twice: what was pushed of a lease that was not done."""
+    given = weighted_jobs.go_on, 1, *(CASES[-1][0], CASES[-1][2], str(tmp_path), [3, 7, 10, 14])
+    (found,) = replicas(*given, servers=1)
+    assert found["epoch"] == 4
+    assert found["steps"] >= 20
+
+
 def test_steps_go_on_after_an_epoch_that_was_cut(tmp_path: Path) -> None:
     x, y = blobs(20)
 

@@ -107,3 +107,32 @@ def end(name: str, options: dict[str, Any], most: int, accumulate: int = 1) -> d
         "steps": steps, "again": trainer.step, "epochs": history.epoch, "weights": found,
         "val": history.history["val_loss"],
     }  # fmt: skip
+
+
+@warns("every=")
+def go_on(name: str, options: dict[str, Any], folder: str, most: list[int]) -> dict[str, Any]:
+    """A training of four epochs that `max_steps` cuts there, each time gone on with from a file."""
+    strategy = make_strategy(name, **options)
+    net = mlp()
+
+    def trainer() -> sp.Trainer:
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        return sp.Trainer(
+            net, optimizer=optimizer, loss=LOSSES["mean"], strategy=strategy,
+            scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+            scheduler_interval="epoch",
+        )  # fmt: skip
+
+    x, y = blobs(45)
+    one = trainer()
+    losses: dict[int, float] = {}
+    for number, steps in enumerate([*most, None]):
+        history = one.fit((x, y), batch_size=10, epochs=4, max_steps=steps, verbose=0)
+        losses |= dict(zip(history.epoch, history.history.get("loss", []), strict=True))
+        one.save(f"{folder}/{number}")
+        one.load(f"{folder}/{number}")
+    found = weights(strategy, net)
+    strategy.close()
+    return {
+        "steps": one.step, "epoch": one.epoch, "weights": found, "losses": losses,
+    }  # fmt: skip

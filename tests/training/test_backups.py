@@ -420,6 +420,20 @@ def test_a_complete_fit_can_be_kept(tmp_path: Path) -> None:
     assert (again.history, again.step) == (whole.history, whole.step)
 
 
+def test_more_steps_are_trained_than_were_asked_for_before(tmp_path: Path) -> None:
+    def until(steps: int, folder: str) -> sp.Trainer:
+        fit_count.end()
+        made = trainer()
+        backup = sp.callbacks.BackupAndRestore(tmp_path / folder, delete_checkpoint=False)
+        given: dict[str, Any] = {"epochs": 2, "batch_size": 5, "callbacks": [backup]}
+        made.fit(data(), max_steps=steps, verbose=0, **given)
+        return made
+
+    found = [until(steps, "in parts") for steps in (1, 6, 9)]
+    assert [(each.step, each.epoch) for each in found] == [(1, 0), (6, 1), (8, 2)]
+    assert found[-1].history == until(9, "at once").history
+
+
 @given(st.lists(st.floats(0.001, 10.0), min_size=50, max_size=50), st.floats(0.1, 30.0))
 def test_meetings_come_in_time(steps: list[float], seconds: float) -> None:
     now = [0.0]

@@ -14,7 +14,12 @@ from spartito.checkpoint.foreign_files import MODEL, PLAIN, Opened
 from spartito.checkpoint.manager import write_trees
 from spartito.checkpoint.stored_parts import SUFFIX, Slot, Tensors, arrange, write_slots
 from spartito.errors import UserError
-from spartito.storage.atomic import folder_beside, replace_durably, write_directory
+from spartito.storage.atomic import (
+    check_not_protected,
+    folder_beside,
+    replace_durably,
+    write_directory,
+)
 
 Read = Callable[[str], Tensor]
 
@@ -171,6 +176,7 @@ def write_model(out: Path, tensors: Tensors, read: Read) -> str:
 
 def _whole_file(out: Path, write: Callable[[Path], None]) -> None:
     """Have ``out`` appear when all is in it."""
+    check_not_protected(out)
     try:
         with folder_beside(out) as folder:
             write(folder / out.name)

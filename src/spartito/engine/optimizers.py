@@ -203,6 +203,23 @@ def has_sparse_gradients(model: nn.Module) -> bool:
     return any(getattr(module, "sparse", False) is True for module in model.modules())
 
 
+def check_lookups(model: nn.Module) -> None:
+    """Refuse an embedding whose forward pass changes its weight, on each replica other rows.
+
+    Raises:
+        UserError: A module of ``model`` has ``max_norm``.
+    """
+    for path, module in model.named_modules():
+        limit = getattr(module, "max_norm", None)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and limit is not None:
+            raise UserError(
+                f"max_norm={limit} of {path or 'the model'}, {type(module).__name__}: a forward "
+                "pass shortens the rows that it looks up, and replicas look up others",
+                "Leave max_norm out and shorten all rows after each update "
+                "(torch.renorm in on_train_batch_end), or train on one device.",
+            )
+
+
 def fuse(optimizer: Optimizer, model: nn.Module) -> None:
     """Let torch update all parameters in one pass where it can and the user did not choose."""
     if has_sparse_gradients(model):

@@ -130,5 +130,6 @@ def _another_way(func: Any) -> UserError:
     return UserError(
         f"the model's forward pass came to {name}() where an equal batch did something else",
         "In a pipeline its operations may depend on the shapes of the input, not on values, "
-        "Python's random numbers, or counters.",
+        "Python's random numbers, or counters. Transformers leaves out a mask without a 0: pad "
+        "each batch by one column more, or choose mirrored or mesh.",
     )

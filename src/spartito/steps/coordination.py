@@ -243,6 +243,13 @@ class Coordination(ABC):
         """The same after an epoch."""
         return self.agree_to_stop(asked)
 
+    def watch(self, callbacks: bool = False) -> None:  # noqa: B027 - replicas compare themselves
+        """A user's code runs between steps: refuse what it writes where that would be lost.
+
+        Args:
+            callbacks: Whether it is that of callbacks, which run where decisions are made.
+        """
+
     def waits(self, data: float, seconds: float) -> dict[str, float]:
         """Parts of an epoch of so many seconds in which tasks waited: the means of those that meet.
 

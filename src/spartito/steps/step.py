@@ -47,6 +47,7 @@ from spartito.engine.optimizers import (
     NoOptimizer,
     OptimizerLike,
     check_initialized,
+    check_lookups,
     check_members,
     check_optimizer,
     check_undivided,
@@ -171,6 +172,8 @@ class Step:
         if team.cluster.world_size > 1 or team.cluster.addresses.get("ps"):
             check_initialized(model)
         check_undivided(model)
+        if team.own_shard[1] > 1 or team.cluster.addresses.get("ps"):
+            check_lookups(model)
         placement.check(model, settings)
         team.outer.check(model, precision, team)
         with asleep():

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from spartito.folders import is_at
 from spartito.storage.leftovers import NEW, OLD, beside, is_leftover, parts_of
 
 MANIFEST = "manifest.json"
+WRITES = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 FORMAT = 1
 """The format of the directories that this version writes; it reads this one and older ones."""
 
@@ -87,9 +89,10 @@ def new_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
     Until then it lies beside it under a hidden name; after an error nothing is left. Raises
     `UserError` when the folder cannot be written, which is what an `OSError` of the block means
-    too.
+    too, and `UnwritableError` where there is a file that nobody may write.
     """
     path = Path(path)
+    check_not_protected(path)
     with writable(path.parent), _new(path, partial(Path.touch, exist_ok=False)) as new:
         try:
             with new.open("wb") as file:
@@ -313,12 +316,27 @@ def check_writable(directory: str | os.PathLike[str]) -> None:
 _TAKE_ANOTHER = "Take another checkpoint; this one was damaged after it was written."
 
 
+def check_not_protected(path: Path) -> None:
+    """Refuse to replace a file that its owner has made read-only, as those who write into it do."""
+    with suppress(OSError):  # writing says it
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode) and not (mode & WRITES and os.access(path, os.W_OK)):
+            raise UnwritableError(
+                f"{path} is read-only, and would be replaced",
+                f"Name another file, or make it writable: chmod u+w {path}.",
+            )
+
+
 def _check_replaceable(path: Path) -> None:
     """Refuse to replace a directory with anything in it that we did not write: it would be lost."""
     if path.is_symlink():
         raise UserError(
             f"{path} is a link to {os.readlink(path)}, which would be replaced",
             "Name the directory itself, or a new one.",
+        )
+    if path.is_file():
+        raise UnwritableError(
+            f"{path} cannot be written: it is a file, and not a folder", "Name a new folder."
         )
     if not path.is_dir() or not any(path.iterdir()):
         return

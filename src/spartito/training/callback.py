@@ -249,6 +249,12 @@ def hooks(callbacks: Sequence[Callback], name: str) -> list[Callable[..., None]]
     return [hook for hook in found if getattr(hook, "__func__", None) is not default]
 
 
+def runs_users_code(callback: Callback) -> bool:
+    """Whether it does what a user wrote: a class of his own, or a `LambdaCallback`."""
+    is_ours = type(callback).__module__.startswith("spartito.")
+    return not is_ours or any(name.startswith("on_") for name in vars(callback))
+
+
 def check_given(callbacks: Callback | Sequence[Callback]) -> list[Callback]:
     """The callbacks that a user gave, one or several; `UserError` for what is none."""
     given = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]

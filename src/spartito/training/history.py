@@ -23,12 +23,15 @@ class History:
     history: dict[str, list[Any]] = field(default_factory=dict)
 
     def add(self, epoch: int, logs: Mapping[str, Any]) -> None:
-        """Append the figures of one epoch.
+        """Append the figures of one epoch, or of one that goes on where it was cut off before.
 
         Args:
             epoch: Its number.
             logs: Its figures by name.
         """
+        if self.epoch and self.epoch[-1] == epoch:
+            for values in (self.epoch, *self.history.values()):
+                del values[-1]
         for name in logs:
             self.history.setdefault(name, [math.nan] * len(self.epoch))
         self.epoch.append(epoch)

@@ -348,6 +348,8 @@ class Trainer:
         if restored:
             loop.load_state_dict(restored["loop"], steps_per_epoch, whole=initial_epoch is not None)
             restore(self._given, restored["callbacks"])
+        else:
+            loop.begin_anew()
         over = over or self.is_at_end
         epochs_left = range(first, first if over else epochs)
         with held_outputs(self):

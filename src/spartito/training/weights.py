@@ -26,7 +26,7 @@ from spartito.errors import UserError
 from spartito.names import nearest
 from spartito.steps.state_parts import load_model as load_whole
 from spartito.steps.state_parts import names_of_all
-from spartito.storage.atomic import folder_beside
+from spartito.storage.atomic import check_not_protected, folder_beside
 from spartito.storage.tensors import same_tensors
 from spartito.urls import is_remote, local_path
 
@@ -60,6 +60,7 @@ def save_weights(trainer: Trainer, path: str | Path) -> Path:
     with ExitStack() as stack:
 
         def begin() -> str:
+            check_not_protected(target)
             return str(stack.enter_context(folder_beside(target))) if trainer.is_chief else ""
 
         folder = Path(attempt(begin)[0])

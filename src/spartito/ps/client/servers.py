@@ -14,6 +14,7 @@ from torch import Tensor
 from spartito.collectives.collective import Traffic
 from spartito.heartbeat import resume, waits
 from spartito.ps.client.link import Link, Restarted
+from spartito.ps.client.pulled_values import PulledValues
 from spartito.ps.client.vector import Vector
 from spartito.ps.protocol.layout import unused
 from spartito.ps.protocol.messages import Message, Outcome, Pull, Push, Release, Values
@@ -41,6 +42,8 @@ class Servers:
         """The counts of the first server, as of its last reply."""
         self.waited = 0.0
         """Seconds that this task waited for the servers."""
+        self.pulled: PulledValues | None = None
+        """Looks after the values in the model, which nothing but the servers may change."""
         self._waits, self._ordered = waits, waits and len(links) > 1
         self._apart = apart
         self._sent: list[Push] = []
@@ -227,5 +230,9 @@ class Servers:
     def _take(self, found: Sequence[Values]) -> None:
         self._versions = [values.version for values in found]
         self.progress = found[0]
+        if self.pulled is not None:
+            self.pulled.check()
         for link in self.links:
             link.fill_model(self._apart)
+        if self.pulled is not None:
+            self.pulled.came()

@@ -18,6 +18,7 @@ from spartito.collectives.collective import Collective, Traffic
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.notes import shown
 from spartito.ps.chief import JOB, Chief
+from spartito.ps.client.pulled_values import PulledValues
 from spartito.ps.job import Job
 from spartito.ps.protocol.messages import Values, advance, furthest
 from spartito.ps.protocol.options import set_options, settings
@@ -246,6 +247,10 @@ class LeasedCoordination(Coordination):
     def publish_rates(self) -> None:
         self.announce_options()
 
+    def watch(self, callbacks: bool = False) -> None:
+        if (pulled := self._pulled) is not None:
+            pulled.watches, pulled.is_alone = True, callbacks and self.cluster.num_computing > 1
+
     def failed(self, error: BaseException | None) -> None:
         if self.chief is not None:
             if what := cause(error):
@@ -338,7 +343,12 @@ class LeasedCoordination(Coordination):
         if self.chief is None or self._job is None or self._planner is None:
             return None
         self.computing.arrive()
+        pulled = self._pulled
+        if pulled is not None:
+            pulled.check()
         served = self._job.fetch(self.chief)
+        if pulled is not None:
+            pulled.came()
         self.computing.show()
         return None if self._job.rules.every else self._planner.counters(served)
 
@@ -350,6 +360,16 @@ class LeasedCoordination(Coordination):
             self._planner.begin()
         if self.chief is not None and self._job is not None:
             self._job.give(self.chief)
+            self.noted()
+
+    def noted(self) -> None:
+        """On the chief: the servers have the values that the model has now."""
+        if self.chief is not None and (pulled := self._pulled) is not None:
+            pulled.note()
+
+    @property
+    def _pulled(self) -> PulledValues | None:
+        return None if self.pusher is None else self.pusher.servers.pulled
 
     def leave(self) -> None:
         """Leave the job; the chief ends it once the workers have left."""

@@ -37,6 +37,7 @@ from spartito.names import PRECISIONS
 from spartito.outer.group_values import Values
 from spartito.outer.groups import Asked, Members
 from spartito.outer.joined_groups import JoinedGroups
+from spartito.ps.client.pulled_values import PulledValues
 from spartito.ps.job import Job, Options, workers_of
 from spartito.ps.protocol.options import set_options
 from spartito.ps.protocol.rules import Rules
@@ -457,6 +458,7 @@ class ServedStep(Step):
     def backward(self, losses: Any, batch: Batch) -> None:
         pair = self.team.pairs.only
         self.coordination.computing.repeats = False
+        self.coordination.watch()
         if pair.accumulate > 1:
             if self.team.several:
                 check_unchanged(pair)
@@ -545,6 +547,12 @@ class ServedStep(Step):
 
     def _push(self, output: Any) -> StepResult:
         """Push the gradients that wait; how far the training is then."""
+        if self.team.pairs.only.optimizer._optimizer_step_post_hooks:
+            raise UserError(
+                "an optimizer with register_step_post_hook under parameter_server",
+                "The servers update the parameters, and know of no hook: leave it out, or take a "
+                "synchronous strategy.",
+            )
         loss, weight = self.coordination.computing.push()
         if self.team.inside.several and self.coordination.computing.stops:
             self.coordination.agree_to_stop(True)
@@ -609,6 +617,9 @@ class ServedStep(Step):
                     member, servers, self._rules, work, apart.weights, coordination
                 )
             coordination.join(job, chief, work, pusher, inside, team.member)
+            if apart is None and not grouped:
+                servers.pulled = PulledValues(servers.vector, str(self.task))
+                coordination.noted()
             if chief is not None:
                 chief.gather(min(START_SECONDS, options.timeout))
 

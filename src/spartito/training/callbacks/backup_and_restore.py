@@ -221,7 +221,8 @@ class BackupAndRestore(Callback):
     def on_train_end(self) -> None:
         """Keep all of this training, or what there is until the script ends."""
         if not self.delete_checkpoint:
-            self._save(later=False, over=self.trainer.stop_training)
+            stopped = self.trainer.stop_training and not self.trainer.is_at_end
+            self._save(later=False, over=stopped)  # max_steps may be another next time
         self._trainer.wait()
         if self._fit is not None:
             self._fit.state = "complete"

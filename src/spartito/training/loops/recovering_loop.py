@@ -148,18 +148,19 @@ class RecoveringLoop(TrainingLoop):
         done = self._done if self._stage == TRAIN else 0
         with closing(self._batches.epochs(epochs.stop - first, self._steps, done, self)) as batches:
             while self._stage < END and self._epoch < epochs.stop:
+                self._running = self._epoch
                 if self._stage == TRAIN:
                     self._begin_epoch(self._epoch)
                     with closing(next(batches)) as given, self._listening():
                         self._train_epoch(given)
-                    trainer.epoch = self._epoch + 1
+                    trainer.epoch = self._epoch + self._is_whole()
                     self._stage, self._hook = CONCLUDE, ALL
                     self._keep_mark()
                 if self._stage == CONCLUDE:
                     with self._coordination.during("end of epoch"):
                         self._found = self._conclude(self._epoch, self._validation, self._history)
                     self._found_at = trainer.step
-                    self._forget()
+                    self._end_epoch()
                     self._keep_mark()
                     self._stage, self._hook = CALLBACKS, 0
                 if self._stage == CALLBACKS:

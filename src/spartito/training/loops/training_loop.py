@@ -22,7 +22,7 @@ from spartito.heartbeat import DATA, EVALUATE, SERVE, STEP, beat
 from spartito.notes import warn
 from spartito.strategies import StepResult
 from spartito.training.batch_blame import note_batch
-from spartito.training.callback import Training, hooks
+from spartito.training.callback import Training, hooks, runs_users_code
 from spartito.training.evaluation import Evaluation
 from spartito.training.history import History
 from spartito.training.loops.clock import Clock, StepLogs
@@ -68,6 +68,8 @@ class TrainingLoop:
         """Train the ``epochs``, each of ``steps`` batches or as many as there are."""
         callbacks = self._trainer.callbacks
         self._steps = steps
+        if any(map(runs_users_code, callbacks)):
+            self._coordination.watch(callbacks=True)
         for callback in callbacks:
             callback.on_train_begin()
         batches = self._batches.epochs(len(epochs), steps, self._done, self)
@@ -130,6 +132,7 @@ class TrainingLoop:
 
         Raises `UserError` where an epoch of ``steps`` of this data has no such position.
         """
+        self._cut = False
         if whole:
             self._batches.load_state_dict(next_epoch(state["data"], self.chain))
             return
@@ -162,12 +165,12 @@ class TrainingLoop:
         self._running = epoch
         with closing(batches), self._listening():
             self._train_epoch(batches)
-        trainer.epoch = epoch + 1
+        trainer.epoch = epoch + self._is_whole()
         coordination = self._coordination
         with coordination.deciding():
             with coordination.during("end of epoch"):
                 logs = self._conclude(epoch, validation, history) if coordination.decides else {}
-            self._forget()
+            self._end_epoch()
             for callback in callbacks:
                 callback.on_epoch_end(epoch, logs)
 
@@ -190,7 +193,7 @@ class TrainingLoop:
             found = validation.run(trainer.callbacks)
             figures |= {f"val_{name}": value for name, value in found.items()}
         timing["seconds"] = self.clock.seconds
-        if trainer.schedule.end_epoch(figures):
+        if trainer.epoch > epoch and trainer.schedule.end_epoch(figures):
             self._coordination.publish_rates()
         history.add(epoch, figures)
         return {**figures, **timing}
@@ -349,8 +352,35 @@ class TrainingLoop:
             self._batches.collect(self._metrics.state()), self._metrics_before
         )
 
+    def _is_whole(self) -> bool:
+        """Whether the epoch has come to its end: not where ``max_steps`` came before.
+
+        What is left of such a one is trained on where the training goes on.
+        """
+        if not self._trainer.is_at_end:
+            return True
+        steps = self._steps
+        if self._batches.overlaps:  # its position is behind: what was leased in part comes again
+            steps = steps or self.chain.steps_per_epoch
+        if steps is not None:
+            return bool(self._done >= steps)
+        position = self._batches.state_dict()
+        return not position["step"] and not position["pass"] % (self.chain.repeats or 1)
+
+    def _end_epoch(self) -> None:
+        """Begin a new epoch, unless this one is to be gone on with where it is."""
+        self._cut = self._trainer.epoch <= self._running and not self._batches.overlaps
+        if not self._cut:
+            self._forget()
+
+    def begin_anew(self) -> None:
+        """A new fit begins: what `max_steps` has left of an epoch is no part of its first one."""
+        if self._cut:
+            self._forget()
+
     def _forget(self) -> None:
-        """Begin a new epoch."""
+        """Have trained nothing of an epoch."""
+        self._cut = False
         self._done = self._examples = 0
         self._loss = self._weight = 0.0
         self._before = [0.0, 0.0]

@@ -1,0 +1,79 @@
+"""What a task has from the servers: what is written there beside them would be lost."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spartito.errors import UserError
+from spartito.ps.client.vector import Vector
+
+MOST_NAMES = 3
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class PulledValues:
+    """The parameters of a model, which the next values of the servers replace.
+
+    Where a user's own code runs between two steps, as callbacks do, they are compared with what
+    came.
+
+    Args:
+        vector: The model's tensors.
+        name: The task, as messages name it.
+    """
+
+    def __init__(self, vector: Vector, name: str) -> None:
+        self._name = name
+        self._learned = [
+            (entry.name, tensor)
+            for entry, tensor in zip(vector.layout.entries, vector.tensors, strict=True)
+            if entry.group >= 0 and not entry.frozen
+        ]
+        self._sums: list[int] = []
+        self.watches = False
+        """Whether a user's code runs between steps."""
+        self.is_alone = False
+        """Whether it runs here alone, as callbacks on the chief of several workers."""
+
+    def note(self) -> None:
+        """These are the servers' values."""
+        self._sums = [_sum(tensor) for _, tensor in self._learned]
+
+    def came(self) -> None:
+        """New values have come; they are noted where somebody may change them."""
+        self._sums = []
+        if self.watches:
+            self.note()
+
+    def check(self) -> None:
+        """Refuse to replace what somebody has written.
+
+        Raises:
+            UserError: The values are not those that came, or here alone others learn.
+        """
+        pairs = zip(self._learned, self._sums, strict=False)  # none where none were noted
+        if written := [name for (name, tensor), was in pairs if _sum(tensor) != was]:
+            raise UserError(
+                f"{_listed(written)} of the model changed on {self._name} between two steps under "
+                "parameter_server: the servers hold the parameters, and their values replace what "
+                "a callback or the script writes",
+                "Write into parameters before the first step, load them by trainer.load_weights(), "
+                "or take a synchronous strategy.",
+            )
+        if self.is_alone and (frozen := [n for n, t in self._learned if not t.requires_grad]):
+            raise UserError(
+                f"{_listed(frozen)} of the model was frozen on {self._name} during fit() under "
+                "parameter_server: callbacks run there alone, and other workers go on learning it",
+                "Freeze it before the Trainer is made, or take a synchronous strategy.",
+            )
+
+
+def _sum(tensor: Tensor) -> int:
+    """The sum of the values' bits, as whole numbers."""
+    flat = tensor.detach().contiguous().view(-1)
+    return int(flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64))
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
