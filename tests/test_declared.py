@@ -130,6 +130,8 @@ def test_the_canonical_form() -> None:
 
 MISTAKES = [
     ("local_sgd(evry=20)", "evry", "local_sgd has no option 'evry'", "Did you mean 'every'?"),
+    ("mesh(data=2)", "data", "mesh has no option 'data'", 'mesh={"data": 2, "model": 2}'),
+    ("pipeline(inside=sharded)", "inside", "pipeline has no option 'inside'", "Write zero=1"),
     ("local_sgd(every=20", None, "expected , or ) after every, not the end", ""),
     ("local_sgd(20)", "20", "expected the name of an option", "as local_sgd(groups=...)"),
     ("local_sgd:every=20", ":", "':' after local_sgd", "Options stand in parentheses"),

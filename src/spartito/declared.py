@@ -20,7 +20,14 @@ from typing import Any
 
 from spartito.errors import UserError
 from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
-from spartito.registry import OF_THE_JOB, StrategyInfo, nesting_names, strategy_info, strategy_names
+from spartito.registry import (
+    OF_THE_JOB,
+    StrategyInfo,
+    nesting_names,
+    other_option,
+    strategy_info,
+    strategy_names,
+)
 
 INSIDE = "inside"
 """The option that is another strategy."""
@@ -404,7 +411,7 @@ class _Reader:
                 do = "Say it of the outermost strategy."
                 raise self.error(f"{name} is an option of the whole job", do, at)
             if known is not None and name not in known:
-                do = nearest(name, known) if known else "It has none here."
+                do = other_option(strategy, name, known) if known else "It has none here."
                 raise self.error(f"{strategy} has no option {name!r}", do, at)
             if name in found:
                 raise self.error(f"{name} is said twice", "Say it once.", at)

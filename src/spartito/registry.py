@@ -12,6 +12,7 @@ names is imported when somebody builds the strategy.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
@@ -132,6 +133,28 @@ class StrategyInfo:
                 f"{self.implementation} of the strategy {self.name!r} cannot be imported: {error}",
                 "Fix or install the package that adds it.",
             ) from error
+
+
+INSTEAD = {
+    ("mesh", "data"): """Name both axes: mesh={"data": 2, "model": 2}.""",
+    ("mesh", "inside"): "Write zero=1, 2 or 3 for sharded replicas along its axis 'data'.",
+    ("pipeline", "inside"): """Write zero=1, 2 or 3 for sharded replicas of a stage, """
+    """mesh={"pipeline": 2, "model": 2} for stages that are cut.""",
+    ("pipeline", "data"): """Name all axes: mesh={"pipeline": 2, "data": 2}.""",
+    ("pipeline", "model"): """Name all axes: mesh={"pipeline": 2, "model": 2}.""",
+}
+"""What to write for an option that other strategies have, by strategy and option."""
+
+
+def other_option(strategy: str, option: str, known: Iterable[str]) -> str:
+    """What to say about an option that a strategy does not have.
+
+    Args:
+        strategy: Its name.
+        option: The name that came.
+        known: The options that it has.
+    """
+    return INSTEAD.get((strategy, option)) or nearest(option, known)
 
 
 OF_THE_JOB = (

@@ -10,9 +10,9 @@ from typing import Any
 from spartito.cluster.resolver import remarks, resolve, starter
 from spartito.declared import INSIDE, Declared, declared_by, parse
 from spartito.errors import UserError
-from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
+from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS
 from spartito.notes import note
-from spartito.registry import default_name, strategy_info
+from spartito.registry import default_name, other_option, strategy_info
 from spartito.steps.distributed import StepResult
 from spartito.strategies.central_storage import CentralStorageStrategy
 from spartito.strategies.declaration import Strategy
@@ -100,9 +100,8 @@ def _check_options(kind: Callable[..., Strategy], options: dict[str, Any]) -> No
     known = [option for option in signature(kind).parameters if option != "cluster"]
     for option in options:
         if option not in known:
-            raise UserError(
-                f"{getattr(kind, 'name', kind)} has no option {option!r}", nearest(option, known)
-            )
+            name = str(getattr(kind, "name", kind))
+            raise UserError(f"{name} has no option {option!r}", other_option(name, option, known))
 
 
 __all__ = [

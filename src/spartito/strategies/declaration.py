@@ -26,8 +26,7 @@ from spartito.engine.devices import choose_device
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike
 from spartito.errors import UserError
-from spartito.names import nearest
-from spartito.registry import OF_THE_JOB, strategy_info
+from spartito.registry import OF_THE_JOB, other_option, strategy_info
 from spartito.steps.coordination import Coordination
 from spartito.steps.distributed import Distributed, StepResult
 from spartito.steps.outer_loop import OuterLoop
@@ -112,7 +111,9 @@ class Strategy:
         except TypeError as why:
             known = [name for name in form.parameters if name != "self"]
             unknown = next((name for name in options if name not in known), "")
-            hint = nearest(unknown, known) if unknown else f"Known: {', '.join(known)}."
+            hint = (
+                other_option(cls.name, unknown, known) if unknown else f"Known: {', '.join(known)}."
+            )
             raise UserError(f"{cls.__name__}(): {why}", hint) from None
         return super().__new__(cls)
 
