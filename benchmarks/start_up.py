@@ -90,10 +90,12 @@ def first_step(name: str, workers: int) -> float:
             began = time.time()
             process = _started(words, env, said.fileno(), server)
             watch = os.pidfd_open(process.pid)
-            ended = select.select([watch], [], [], LIMIT)[0]
-            os.close(watch)
-            if not ended:
-                os.killpg(process.pid, signal.SIGKILL)
+            try:
+                select.select([watch], [], [], LIMIT)
+            finally:
+                os.close(watch)
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
             if code := process.wait():
                 said.seek(0)
                 sys.exit(f"{name} ended with {code}\n{said.read()[-4000:]}")
@@ -104,7 +106,7 @@ def first_step(name: str, workers: int) -> float:
 def _server(env: Mapping[str, str], workers: int) -> ForkServer:
     server = new_server(replica_environment(env, workers))
     if server is None or not server.wait():
-        sys.exit("no process can be forked here: leave the row of later jobs out")
+        sys.exit("no process can be forked here: run this on Linux, without accelerators")
     return server
 
 

@@ -81,7 +81,8 @@ PATTERNS = (
     "launch/test_slurm_again_integration.py::test_workers_after_the_servers_*",
     "launch/test_slurm_integration.py::test_launchers_inside_of_a_job*[[]srun of run]",
     "launch/test_slurm_integration.py::test_launchers_inside_of_a_job*[[]mpirun]",
-    # The page's commands have tests of their own; what stays of these is a form of each kind.
+    # The commands of that tutorial have tests of their own; of the others one form runs at every
+    # change.
     "test_docs.py::test_a_page_works_step_by_step[[]docs/tutorials/choose-a-strategy.md]",
     "mutation/test_mutants.py::test_a_mutant_acts_in_a_copy_and_in_the_children_of_its_tests",
     "tpu/test_tpu_integration.py::test_several_processes[[]sharded*",

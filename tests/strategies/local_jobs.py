@@ -152,15 +152,17 @@ def written_amid(name: str, options: dict[str, Any], how: str) -> dict[str, Any]
 def written_beside_servers(name: str, options: dict[str, Any], how: str) -> str:
     """What is said where a script writes what parameter servers replace.
 
-    ``how``: "before" the first step, in a "loop" of one's own, by a "hook" of the optimizer, or a
-    callback has "frozen" a weight.
+    ``how``: "before" the first step, "between" two fits, in a "loop" of one's own, by a "pre_hook"
+    or "post_hook" of the optimizer, or a callback has "frozen" a weight. One that is "frozen
+    between" two fits is so on all tasks.
     """
     strategy = make_strategy(name, **options)
     net: Any = mlp()
 
     class Freeze(sp.Callback):
         def on_train_batch_end(self, batch: int, logs: Any) -> None:
-            net[0].weight.requires_grad_(False)
+            if how == "frozen":
+                net[0].weight.requires_grad_(False)
 
     data = sp.data.arrays(*blobs(EXAMPLES)).batch(BATCH)
     try:
@@ -169,10 +171,16 @@ def written_beside_servers(name: str, options: dict[str, Any], how: str) -> str:
         )
         if how == "before":
             net[0].bias.data.add_(1.0)
-        if how == "hook":
-            trainer.optimizer.register_step_post_hook(lambda *_: net[0].bias.data.zero_())
+        if how.endswith("_hook"):
+            register = getattr(trainer.optimizer, f"register_step_{how}")
+            register(lambda *_: net[0].bias.data.zero_())
         if how != "loop":
-            given = [Freeze()] if how == "frozen" else []
+            given = [Freeze()] if how.startswith("frozen") else []
+            trainer.fit(data, epochs=1, callbacks=given, verbose=0)
+            if how == "between":
+                net[0].bias.data.add_(1.0)
+            if how == "frozen between":
+                net[0].weight.requires_grad_(False)
             trainer.fit(data, epochs=1, callbacks=given, verbose=0)
             return "it trains"
         for batch in strategy.distribute(data):

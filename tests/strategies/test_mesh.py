@@ -511,8 +511,8 @@ def test_sparse_gradients_are_refused_where_tensors_are_cut(replicas: Replicas) 
         replicas(with_sparse_rows, 2, 2)
 
 
-def with_short_rows(name: str, count: int) -> None:
-    with make_strategy(name, **({"model": count} if name == "mesh" else {})) as strategy:
+def with_short_rows(name: str) -> None:
+    with make_strategy(name) as strategy:
         net = nn.Sequential(nn.Embedding(8, 4, max_norm=1.0), nn.Linear(4, 2))
         strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
 
@@ -521,6 +521,6 @@ def with_short_rows(name: str, count: int) -> None:
 def test_rows_that_a_lookup_shortens_are_refused_where_there_are_replicas(
     replicas: Replicas, name: str
 ) -> None:
-    replicas(with_short_rows, 1, name, 1)
+    replicas(with_short_rows, 1, name)
     with pytest.raises(ReplicaError, match=r"UserError: max_norm=1\.0 of 0, Embedding"):
-        replicas(with_short_rows, 2, name, 2)
+        replicas(with_short_rows, 2, name)

@@ -360,7 +360,10 @@ def test_what_a_callback_writes_into_parameters_is_refused(
     [
         ("before", 1, "0.bias of the model changed on worker 0 between two steps"),
         ("loop", 1, "3.bias of the model changed on worker 0 between two steps"),
-        ("hook", 1, "an optimizer with register_step_post_hook under parameter_server"),
+        ("pre_hook", 1, "an optimizer with hooks on its step under parameter_server"),
+        ("post_hook", 1, "an optimizer with hooks on its step under parameter_server"),
+        ("between", 1, "0.bias of the model changed on worker 0 between two steps"),
+        ("frozen between", 2, "it trains"),
         ("frozen", 2, "0.weight of the model was frozen on worker 0 during fit()"),
         ("frozen", 1, "it trains"),
     ],

@@ -220,6 +220,14 @@ def check_lookups(model: nn.Module) -> None:
             )
 
 
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether a user's hooks run at its steps; `fuse` may have one of ours there."""
+    before = [
+        hook for hook in optimizer._optimizer_step_pre_hooks.values() if hook != fill_momentum
+    ]
+    return bool(before or optimizer._optimizer_step_post_hooks)
+
+
 def fuse(optimizer: Optimizer, model: nn.Module) -> None:
     """Let torch update all parameters in one pass where it can and the user did not choose."""
     if has_sparse_gradients(model):

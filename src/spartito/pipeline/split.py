@@ -26,6 +26,8 @@ LITTLE = 1.1
 """So many times as slow may the slowest stage be where starts are further outside in the model."""
 
 
+ROUNDS = 5
+"""Of measurements of stages, at most."""
 COUNTED = (1, 2, 4)
 """Numbers of stages with which `slowdowns` cuts the model."""
 
@@ -326,7 +328,7 @@ def _counted(cut: Cut, model: nn.Module) -> list[float]:
 
 
 def slowdowns(
-    program: Program, parts: Sequence[Part], model: nn.Module, call: Call, rounds: int
+    program: Program, parts: Sequence[Part], model: nn.Module, call: Call, seconds: float
 ) -> dict[int, float]:
     """How many times as long the passes of all stages take as those of the model that is whole.
 
@@ -337,7 +339,7 @@ def slowdowns(
         parts: Of it, with their times.
         model: It has all of its parameters.
         call: Makes a forward pass.
-        rounds: How often each is measured; the quickest counts.
+        seconds: After which no further round of measurements begins; the quickest one counts.
 
     Returns:
         That, by the number of stages: some of `COUNTED`.
@@ -348,15 +350,17 @@ def slowdowns(
         for count in COUNTED
         if count <= layers
     }
-    whole, cut_up = [], {count: list[float]() for count in cuts}
+    whole = list[float]()
+    cut_up = {count: list[float]() for count in cuts}
+    began = time.perf_counter()
     with _gradients_aside(model):
-        for _ in range(rounds):
+        while not whole or (len(whole) < ROUNDS and time.perf_counter() < began + seconds):
             with untouched(model), torch.enable_grad():
                 whole.append(_whole_pass(call))
             for count, cut in cuts.items():
                 with untouched(model), torch.enable_grad():
                     cut_up[count].append(sum(_one_pass(cut, call)))
-    return {count: min(seconds) / min(whole) for count, seconds in cut_up.items()}
+    return {count: min(each) / min(whole) for count, each in cut_up.items()}
 
 
 def _whole_pass(call: Call) -> float:

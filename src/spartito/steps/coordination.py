@@ -243,11 +243,12 @@ class Coordination(ABC):
         """The same after an epoch."""
         return self.agree_to_stop(asked)
 
-    def watch(self, callbacks: bool = False) -> None:  # noqa: B027 - replicas compare themselves
-        """A user's code runs between steps: refuse what it writes where that would be lost.
+    def watch(self, runs: bool, alone: bool = False) -> None:  # noqa: B027 - replicas compare
+        """Refuse what a user's code writes between steps, where that would be lost.
 
         Args:
-            callbacks: Whether it is that of callbacks, which run where decisions are made.
+            runs: Whether such code runs.
+            alone: Whether it is that of callbacks, which run where decisions are made.
         """
 
     def waits(self, data: float, seconds: float) -> dict[str, float]:

@@ -396,7 +396,7 @@ class Profiler:
         try:
             program = record(self._model, call, self._device)
             found = parts_of(program, self._model, call)
-            slower = slowdowns(program, found, self._model, call, ROUNDS)
+            slower = slowdowns(program, found, self._model, call, self._seconds / ROUNDS)
         except Exception as error:  # whatever the user's model says
             said = str(error).splitlines() or [type(error).__name__]
             uncut = said[0] if isinstance(error, UserError) else f"{UNCUT}: {said[0]}"

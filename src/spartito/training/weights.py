@@ -60,8 +60,10 @@ def save_weights(trainer: Trainer, path: str | Path) -> Path:
     with ExitStack() as stack:
 
         def begin() -> str:
+            if not trainer.is_chief:
+                return ""
             check_not_protected(target)
-            return str(stack.enter_context(folder_beside(target))) if trainer.is_chief else ""
+            return str(stack.enter_context(folder_beside(target)))
 
         folder = Path(attempt(begin)[0])
 

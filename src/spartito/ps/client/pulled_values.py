@@ -31,20 +31,34 @@ class PulledValues:
             if entry.group >= 0 and not entry.frozen
         ]
         self._sums: list[int] = []
-        self.watches = False
-        """Whether a user's code runs between steps."""
-        self.is_alone = False
-        """Whether it runs here alone, as callbacks on the chief of several workers."""
+        self._watches = False
+        self._learning: list[tuple[str, Tensor]] = []
+
+    def watch(self, runs: bool, alone: bool) -> None:
+        """From now on compare after each step, or no longer.
+
+        Args:
+            runs: Whether a user's code runs between steps.
+            alone: Whether it runs here alone, as callbacks on the chief of several workers: then
+                what learns now is to go on learning.
+        """
+        self._watches = runs
+        self._learning = [pair for pair in self._learned if alone and pair[1].requires_grad]
 
     def note(self) -> None:
         """These are the servers' values."""
-        self._sums = [_sum(tensor) for _, tensor in self._learned]
+        self._sums = self._sums_now()
 
     def came(self) -> None:
         """New values have come; they are noted where somebody may change them."""
-        self._sums = []
-        if self.watches:
-            self.note()
+        self._sums = self._sums_now() if self._watches else []
+
+    def _sums_now(self) -> list[int]:
+        """Of each parameter the sum of its bits; read from a device at once."""
+        if not self._learned:
+            return []
+        found: list[int] = torch.stack([_sum(tensor) for _, tensor in self._learned]).tolist()
+        return found
 
     def check(self) -> None:
         """Refuse to replace what somebody has written.
@@ -52,8 +66,9 @@ class PulledValues:
         Raises:
             UserError: The values are not those that came, or here alone others learn.
         """
-        pairs = zip(self._learned, self._sums, strict=False)  # none where none were noted
-        if written := [name for (name, tensor), was in pairs if _sum(tensor) != was]:
+        now = self._sums_now() if self._sums else []  # where none were noted
+        both = zip(self._learned, self._sums, now, strict=False)
+        if written := [name for (name, _), before, after in both if before != after]:
             raise UserError(
                 f"{_listed(written)} of the model changed on {self._name} between two steps under "
                 "parameter_server: the servers hold the parameters, and their values replace what "
@@ -61,7 +76,7 @@ class PulledValues:
                 "Write into parameters before the first step, load them by trainer.load_weights(), "
                 "or take a synchronous strategy.",
             )
-        if self.is_alone and (frozen := [n for n, t in self._learned if not t.requires_grad]):
+        if frozen := [name for name, tensor in self._learning if not tensor.requires_grad]:
             raise UserError(
                 f"{_listed(frozen)} of the model was frozen on {self._name} during fit() under "
                 "parameter_server: callbacks run there alone, and other workers go on learning it",
@@ -69,10 +84,10 @@ class PulledValues:
             )
 
 
-def _sum(tensor: Tensor) -> int:
+def _sum(tensor: Tensor) -> Tensor:
     """The sum of the values' bits, as whole numbers."""
     flat = tensor.detach().contiguous().view(-1)
-    return int(flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64))
+    return flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64)
 
 
 def _listed(names: list[str]) -> str:

@@ -238,6 +238,7 @@ class LeasedCoordination(Coordination):
         """The newest values into the model."""
         if self.pusher is not None:
             self.pusher.look()
+            self.noted()  # what a script writes before its next fit would be lost too
             self._show(furthest(self._seen, self._newest()))
 
     def follow(self, schedule: LRScheduler | None, ahead: int = 0) -> None:
@@ -247,9 +248,9 @@ class LeasedCoordination(Coordination):
     def publish_rates(self) -> None:
         self.announce_options()
 
-    def watch(self, callbacks: bool = False) -> None:
+    def watch(self, runs: bool, alone: bool = False) -> None:
         if (pulled := self._pulled) is not None:
-            pulled.watches, pulled.is_alone = True, callbacks and self.cluster.num_computing > 1
+            pulled.watch(runs, runs and alone and self.cluster.num_computing > 1)
 
     def failed(self, error: BaseException | None) -> None:
         if self.chief is not None:

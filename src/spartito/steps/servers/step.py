@@ -30,7 +30,13 @@ from spartito.engine.buffers import listed, watched
 from spartito.engine.denormals import flushed
 from spartito.engine.logged import listening
 from spartito.engine.loss import LossFunction
-from spartito.engine.optimizers import OptimizerLike, has_sparse_gradients, named_state, unwrap
+from spartito.engine.optimizers import (
+    OptimizerLike,
+    has_hooks,
+    has_sparse_gradients,
+    named_state,
+    unwrap,
+)
 from spartito.errors import UserError
 from spartito.heartbeat import CONNECT, during, in_group
 from spartito.names import PRECISIONS
@@ -458,7 +464,7 @@ class ServedStep(Step):
     def backward(self, losses: Any, batch: Batch) -> None:
         pair = self.team.pairs.only
         self.coordination.computing.repeats = False
-        self.coordination.watch()
+        self.coordination.watch(True)
         if pair.accumulate > 1:
             if self.team.several:
                 check_unchanged(pair)
@@ -547,9 +553,9 @@ class ServedStep(Step):
 
     def _push(self, output: Any) -> StepResult:
         """Push the gradients that wait; how far the training is then."""
-        if self.team.pairs.only.optimizer._optimizer_step_post_hooks:
+        if has_hooks(self.team.pairs.only.optimizer):
             raise UserError(
-                "an optimizer with register_step_post_hook under parameter_server",
+                "an optimizer with hooks on its step under parameter_server",
                 "The servers update the parameters, and know of no hook: leave it out, or take a "
                 "synchronous strategy.",
             )

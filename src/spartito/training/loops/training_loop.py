@@ -68,8 +68,7 @@ class TrainingLoop:
         """Train the ``epochs``, each of ``steps`` batches or as many as there are."""
         callbacks = self._trainer.callbacks
         self._steps = steps
-        if any(map(runs_users_code, callbacks)):
-            self._coordination.watch(callbacks=True)
+        self._coordination.watch(any(map(runs_users_code, callbacks)), alone=True)
         for callback in callbacks:
             callback.on_train_begin()
         batches = self._batches.epochs(len(epochs), steps, self._done, self)
