@@ -49,7 +49,7 @@ def test_what_is_left_out_is_bounded(code: Any, numbers: list[float]) -> None:
         else:
             kept = min(len(part), max(1, round(code.fraction * code.block)))
             smallest = float(part.abs().sort(descending=True).values[kept - 1])
-            assert float(rest.max()) <= max(smallest, largest / 256)
+            assert float(rest.max()) <= max(smallest, largest / 256) + 1e-38  # as above
 
 
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)

@@ -553,7 +553,7 @@ class ServedStep(Step):
 
     def _push(self, output: Any) -> StepResult:
         """Push the gradients that wait; how far the training is then."""
-        if has_hooks(self.team.pairs.only.optimizer):
+        if self._service.apart is None and has_hooks(self.team.pairs.only.optimizer):
             raise UserError(
                 "an optimizer with hooks on its step under parameter_server",
                 "The servers update the parameters, and know of no hook: leave it out, or take a "
