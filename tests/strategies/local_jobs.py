@@ -136,11 +136,12 @@ def written_amid(name: str, options: dict[str, Any], how: str) -> dict[str, Any]
                 strategy.coordination.synchronize()
                 write()
 
-    trainer = sp.Trainer(
-        net, optimizer=INNER["adamw"], loss=nn.CrossEntropyLoss(), strategy=strategy
-    )
     data = sp.data.arrays(*blobs(EXAMPLES)).batch(BATCH)
     try:
+        # A worker that comes late finds that the chief has ended the job.
+        trainer = sp.Trainer(
+            net, optimizer=INNER["adamw"], loss=nn.CrossEntropyLoss(), strategy=strategy
+        )
         trainer.fit(data, epochs=1, callbacks=[Write()], verbose=0)
         return weights(strategy, net)
     except (sp.UserError, sp.TaskLostError) as error:
