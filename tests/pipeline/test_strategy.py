@@ -43,6 +43,8 @@ CASES: list[Any] = [
     ("crosses", "SGD", 3, {"split": ["relu", "more"]}),
     ("idles", "SGD", 3, {"split": ["1", "3"], "schedule": "zero_bubble", "microbatches": 2}),
     ("functions", "SGD", 2, {"split": ["b"]}),
+    ("looks", "Adam", 2, {}),
+    ("looks", "SGD", 3, {"split": ["mix", "out"], "schedule": "zero_bubble"}),
     ("mlp", "Adam", 4, {"mesh": SQUARE, "schedule": "zero_bubble"}),
     pytest.param(
         "gpt", "Adam", 4, {"mesh": SQUARE, "schedule": "zero_bubble"}, marks=pytest.mark.slow
@@ -95,7 +97,7 @@ def test_ten_steps_are_those_of_plain_torch(
         ("small", 2, {"split": ["0"]}, "each stage needs operations"),
         ("writes", 2, {}, r"sub_\(\) changes its input in place|__setitem__\(\) changes its input"),
         ("counts", 2, {}, "each forward pass changes 'calls' of the model"),
-        ("trims", 2, {}, "makes another shape than it did of equal shapes"),
+        ("draws", 2, {}, "came to .* where an equal batch did something else"),
         ("keeps", 2, {"split": ["first"]}, "the buffer 'calls', which the forward pass changes"),
     ],
 )

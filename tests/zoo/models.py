@@ -66,8 +66,9 @@ WORDS, LENGTH, CLASSES = 41, 9, 3
 
 
 def lengths(longest: int = LENGTH) -> Tensor:
-    """How many tokens each example has, at least three."""
-    return torch.randint(3, longest + 1, (EXAMPLES,), generator=generator(1))
+    """How many tokens each example has, at least three; half of each batch has no padding."""
+    drawn = torch.randint(3, longest + 1, (EXAMPLES,), generator=generator(1))
+    return drawn.where(torch.arange(EXAMPLES) % BATCH >= BATCH // 2, longest)
 
 
 def tokens(longest: int = LENGTH, seed: int = 2) -> Tensor:

@@ -16,6 +16,7 @@ from spartito.engine.gradients import same
 from spartito.engine.optimizers import DIVIDED
 from spartito.errors import UserError
 from spartito.mesh.showing_modules import saving
+from spartito.pipeline.branches import goes
 from spartito.pipeline.cut import Cut
 from spartito.pipeline.program import record
 from spartito.pipeline.split import Start, balanced, named
@@ -23,7 +24,7 @@ from spartito.pipeline.split import Start, balanced, named
 Owners = dict[str, list[int]]
 """The stages that use each parameter and buffer, by its name."""
 MOST_CUTS = 64
-"""Shapes of microbatches whose operations are kept."""
+"""Shapes of microbatches whose operations are kept, and ways that the model takes with each."""
 
 
 class PipedModel:
@@ -44,7 +45,7 @@ class PipedModel:
         self.owners: Owners = {}
         self.names: list[list[str]] = []
         """Those of the optimizer's parameters, group by group, as the user gave them."""
-        self._cuts: dict[Any, Cut] = {}
+        self._cuts: dict[Any, list[Cut]] = {}
         self._buffers: set[str] = set()
         self._here: dict[str, nn.Parameter] = {}
         self._given: list[list[nn.Parameter]] = []  # what the optimizer has here, by group
@@ -182,7 +183,8 @@ class PipedModel:
             *about: More on which the operations depend.
 
         Returns:
-            It is recorded once for all data of the same shapes.
+            It is recorded once for all data of the same shapes, and anew where the model looks at
+            its input and goes another way.
 
         Raises:
             UserError: A stage would use parameters that another task keeps.
@@ -192,11 +194,15 @@ class PipedModel:
             (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves
         )
         key = (str(form), str(shapes), torch.is_grad_enabled(), about)
-        if key not in self._cuts:
-            if len(self._cuts) >= MOST_CUTS:
+        found = next(
+            (c for c in self._cuts.get(key, ()) if goes(c.program, self.model, call)), None
+        )
+        if found is None:
+            if sum(map(len, self._cuts.values())) >= MOST_CUTS:
                 self._cuts.clear()
-            self._cuts[key] = self._recorded(call)
-        return self._cuts[key]
+            found = self._recorded(call)
+            self._cuts.setdefault(key, []).append(found)
+        return found
 
     def flags(self) -> int:
         """A checksum of what a user may switch between two steps: modes, and who learns."""

@@ -59,15 +59,25 @@ def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: here_of(buffer) for name, buffer in model.named_buffers()}
 
 
-def _as_it_is(value: Any) -> Any:
+def unchanged(value: Any) -> Any:
+    """The value itself: what stands for nothing else."""
     return value
 
 
-def _has_tensor(value: Any) -> bool:
-    """Whether it is a slice up to a value."""
-    return isinstance(value, slice) and any(
-        isinstance(each, Tensor) for each in (value.start, value.stop, value.step)
-    )
+def _looks(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operation gives a value to Python, or the shape of its result hangs on values."""
+    name = getattr(func, "__name__", "")
+    if name in _LOOKS:
+        return True
+    return name == "__getitem__" and any(_chooses(leaf) for leaf in tree_leaves(args[1]))
+
+
+def _chooses(index: Any) -> bool:
+    """Whether its values tell how much is taken: a mask, or a slice up to a value."""
+    if isinstance(index, slice):
+        ends = (index.start, index.stop, index.step)
+        return any(isinstance(each, Tensor) for each in ends)
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
 def _memory_of(tensor: Tensor) -> int:
@@ -126,7 +136,7 @@ class Program:
         buffers: The same of buffers, where it belongs to a stage.
         changed: The buffers that are changed in place, once for each microbatch.
         set: The buffers that are replaced by others, of which each task makes its own.
-        looks: Whether shapes may depend on the values of the input.
+        looks: The operations after which shapes or branches may depend on the values of the input.
         output: What the model returns.
         drawn: What all of it draws at random.
         device: Where it is computed.
@@ -143,7 +153,7 @@ class Program:
     buffers: dict[str, list[int]] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
     set: list[str] = field(default_factory=list)
-    looks: bool = False
+    looks: list[int] = field(default_factory=list)
     output: Any = None
     drawn: Draws = field(default_factory=list)
     device: torch.device = CPU
@@ -159,11 +169,6 @@ class Program:
                 return entry.index
         return None
 
-    def signature(self) -> str:
-        """Equal texts on tasks that recorded the same operations."""
-        names = [getattr(function, "__name__", str(function)) for function in self.functions]
-        return f"{len(names)} {','.join(names)} {[entry.index for entry in self.entries]}"
-
 
 def record(model: nn.Module, call: Callable[[], Any], device: torch.device = CPU) -> Program:
     """Note the operations of ``call``, a forward pass of ``model``, without computing them.
@@ -174,7 +179,8 @@ def record(model: nn.Module, call: Callable[[], Any], device: torch.device = CPU
         device: Where it is computed.
 
     Returns:
-        The operations; they are those of any pass with data of the same shapes.
+        The operations; they are those of any pass with data of the same shapes, unless it looks
+        at its input (`spartito.pipeline.branches`).
 
     Raises:
         UserError: Names the module whose forward pass looks at values, so that its operations
@@ -205,7 +211,7 @@ def _recorded(
     before = _buffers_of(model)
     empty = {name for name, buffer in before.items() if buffer.is_meta}
     with untouched(model):
-        with mode.watching(), Recording() as mode.recording, inside(), taking(_as_it_is), mode:
+        with mode.watching(), Recording() as mode.recording, inside(), taking(unchanged), mode:
             output = call()
         for name, buffer in _buffers_of(model).items():
             if buffer.is_meta and name not in empty:
@@ -299,8 +305,8 @@ class _Recorder(TorchFunctionMode):
         if draws and not staged:  # each task would draw its own
             staged, made = True, tree_map(self._twin, made)
         plain = isinstance(made, _PLAIN)
-        if getattr(func, "__name__", "") in _LOOKS or any(map(_has_tensor, tree_leaves(args))):
-            program.looks = True
+        if _looks(func, args):
+            program.looks.append(index)
         program.functions.append(func)
         program.results.append(made)
         program.shared.append(not staged)
@@ -369,8 +375,14 @@ class _Recorder(TorchFunctionMode):
         def plain(value: Any) -> Any:
             return META if isinstance(value, torch.device) else self._twin(value)
 
-        args, kwargs = tree_map(plain, (args, kwargs))
+        def index(value: Any) -> Any:  # the values of a mask tell how much it takes
+            known = isinstance(value, Tensor) and _chooses(value) and not value.is_meta
+            return value.cpu() if known else plain(value)
+
         name = getattr(func, "__name__", "")
+        if name == "__getitem__":
+            return (plain(args[0]), tree_map(index, args[1])), kwargs
+        args, kwargs = tree_map(plain, (args, kwargs))
         if name in _LOOKS:
             raise self._refusal(func, "it is a value")
         if kwargs.get("device") is not None:

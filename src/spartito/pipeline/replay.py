@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spartito.errors import UserError
-from spartito.mesh.sharded_tensor import here_of
 from spartito.pipeline.program import UNCOUNTED, Program, tell
 
 
@@ -87,8 +85,6 @@ class Replay(TorchFunctionMode):
                 if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, kwargs))):
                     raise _unseen(func) from error
                 raise
-        if program.looks and _shape(out) != _shape(program.results[index]):
-            raise _another_shape(func)
         if index in self._wanted:
             self._keep(program.results[index], out)
         return out
@@ -103,15 +99,6 @@ class Replay(TorchFunctionMode):
                 self._known[id(without)] = tensor
 
 
-def _another_shape(func: Any) -> UserError:
-    name = getattr(func, "__name__", str(func))
-    return UserError(
-        f"{name}() makes another shape than it did of equal shapes: the model looks at its input",
-        "In a pipeline shapes may depend on the shapes of the input alone: cut a batch to its "
-        "longest row before, as in the loader.",
-    )
-
-
 def _unseen(func: Any) -> UserError:
     name = getattr(func, "__name__", str(func))
     return UserError(
@@ -121,15 +108,10 @@ def _unseen(func: Any) -> UserError:
     )
 
 
-def _shape(value: Any) -> torch.Size | None:
-    return here_of(value).shape if isinstance(value, Tensor) else None
-
-
 def _another_way(func: Any) -> UserError:
     name = getattr(func, "__name__", str(func))
     return UserError(
         f"the model's forward pass came to {name}() where an equal batch did something else",
-        "In a pipeline its operations may depend on the shapes of the input, not on values, "
-        "Python's random numbers, or counters. Transformers leaves out a mask without a 0: pad "
-        "each batch by one column more, or choose mirrored or mesh.",
+        "In a pipeline its operations may depend on the input alone, not on Python's random "
+        "numbers, or counters.",
     )
