@@ -20,6 +20,7 @@ from tests.strategies import sharded_jobs as jobs
         ("one_device", 1, {}),
         ("mirrored", 2, {}),
         ("sharded", 2, {"communication": "sockets", "block_bytes": 300}),
+        ("pipeline", 2, {"microbatches": 1}),
     ],
 )
 def test_numbers_are_those_without(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from itertools import chain, repeat
 from typing import Any, cast
 from weakref import ref
@@ -11,9 +12,11 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import spartito as sp
-from spartito.engine.randomness import globalize
+from spartito.engine.randomness import globalize, replaying
+from spartito.engine.recompute import recompute
 from spartito.engine.step_context import StepContext, enter
 from spartito.errors import SpartitoError, UserError
 from spartito.models.cats_vs_dogs import CatsVsDogs
@@ -41,6 +44,46 @@ def gpt() -> Made:
 
     tokens = torch.randint(0, 12, (9, 8))
     return net, tokens, torch.cat([tokens[:, 1:], tokens[:, :1]], 1), loss
+
+
+def gpt_again() -> Made:
+    """Blocks that compute their activations again, also where a stage begins inside of one."""
+    made = gpt()
+    recompute(made[0], True)
+    return made
+
+
+class Regions(nn.Module):
+    """Activations that are computed again: of a function, inside of others, with what crosses."""
+
+    def __init__(self, width: int, reentrant: bool) -> None:
+        super().__init__()
+        self.again = partial(checkpoint, use_reentrant=reentrant)
+        self.within = self.inner if reentrant else partial(self.again, self.inner)
+        self.a, self.b, self.c, self.d, self.e = (nn.Linear(width, width) for _ in range(5))
+        self.drop, self.scale = nn.Dropout(0.3), nn.Parameter(torch.ones(width))
+
+    def inner(self, x: Tensor, scale: float) -> Tensor:
+        made: Tensor = self.drop(self.e(torch.tanh(self.b(x)))) * scale
+        return made
+
+    def outer(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.a(x))
+        seen = self.within(hidden.sin(), 1.5)
+        made = F.linear(torch.sin(seen), self.c.weight, self.c.bias * self.scale)
+        out: Tensor = self.drop(made) + hidden * x
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.again(self.outer, self.drop(x * self.scale))
+        out: Tensor = self.again(self.d, hidden) + x
+        return out
+
+
+def regions(reentrant: bool = False) -> Made:
+    torch.manual_seed(0)
+    x, y = torch.randn(19, 6).double(), torch.arange(19) % 6
+    return Regions(6, reentrant).double(), x, y, nn.CrossEntropyLoss()
 
 
 def cats() -> Made:
@@ -239,6 +282,9 @@ MODELS = {
     "functions": functions,
     "mlp": mlp,
     "gpt": gpt,
+    "gpt again": gpt_again,
+    "regions": regions,
+    "reentrant": lambda: regions(reentrant=True),
     "cats": cats,
     "encoder": encoder,
     "frozen": frozen,
@@ -302,7 +348,8 @@ def plain(model: str, optimizer: str, shards: int, microbatches: int) -> dict[st
                 continue
             enter(StepContext(group, 0, step << 32, len(x), part))
             value = loss(net(x[part]), y[part]) * len(part) / len(x)
-            value.backward()
+            with replaying():
+                value.backward()
             total += value.item()
         enter(None)
         torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)

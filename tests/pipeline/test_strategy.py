@@ -44,6 +44,15 @@ CASES: list[Any] = [
     ("idles", "SGD", 3, {"split": ["1", "3"], "schedule": "zero_bubble", "microbatches": 2}),
     ("functions", "SGD", 2, {"split": ["b"]}),
     ("looks", "Adam", 2, {}),
+    ("gpt again", "Adam", 2, {"schedule": "zero_bubble"}),
+    pytest.param(
+        *("gpt again", "SGD", 4, {"split": ["blocks.0.mlp_norm", "blocks.1", "blocks.3"]}),
+        marks=pytest.mark.slow,
+    ),
+    *(("regions", "Adam", 2, {"split": [start]}) for start in ("b", "e", "d")),
+    ("reentrant", "SGD", 2, {"split": ["d"]}),
+    ("regions", "SGD", 2, {"schedule": "interleaved", "split": ["b", "e", "d"]}),
+    ("regions", "SGD", 2, {"schedule": "zero_bubble", "split": ["b"]}),
     ("looks", "SGD", 3, {"split": ["mix", "out"], "schedule": "zero_bubble"}),
     ("mlp", "Adam", 4, {"mesh": SQUARE, "schedule": "zero_bubble"}),
     pytest.param(

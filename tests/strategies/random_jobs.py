@@ -12,7 +12,6 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import spartito as sp
-from tests.replicas import warns
 from tests.strategies.changing_jobs import weights
 from tests.strategies.jobs import make_strategy
 
@@ -163,7 +162,6 @@ def noisy(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output + torch.randn_like(output), target)
 
 
-@warns("None of the inputs have requires_grad")
 def train(
     name: str, options: dict[str, Any], kinds: list[str], compiled: bool = False
 ) -> dict[str, dict[str, Tensor]]:

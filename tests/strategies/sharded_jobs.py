@@ -216,7 +216,8 @@ def again(name: str, options: dict[str, Any], chosen: Any) -> list[list[float]]:
             )  # fmt: skip
             history = trainer.fit(sp.data.arrays(*data).batch(BATCH), epochs=3, verbose=0).history
             found.append(history["loss"])
-            found.append([float(value.sum()) for value in net.buffers()])
+            whole, names = strategy.state_dict()["model"], dict(net.named_buffers())
+            found.append([float(value.sum()) for name, value in whole.items() if name in names])
     return found
 
 

@@ -11,6 +11,7 @@ with three rows, and a dim that grows with them is the one.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -142,14 +143,18 @@ class GlobalRandomness:
         _active = None
 
     def skip(self, count: int) -> None:
-        """In a forward pass, pass over ``count`` operations that draw: another task makes them."""
-        if _active is None:
+        """In a forward pass, pass over ``count`` operations that draw: another task makes them.
+
+        So does a part of it that is computed again (`replaying`).
+        """
+        if _active is None and not _replays:
             return
         with _disable_current_modes():
             for _ in range(count):
                 next_key()
-        _active.made += count
-        self.made += count
+        if _active is not None:
+            _active.made += count
+            self.made += count
 
     def forget(self) -> None:
         """The forward passes since the last `check` count for nothing."""
@@ -278,7 +283,9 @@ def _measure(now: _Pass, look: Callable[..., Draws]) -> list[tuple[Any, Rows | N
         for count in PROBES:
             args, kwargs = _shrunk((now.args, now.kwargs), size, count)
             torch.default_generator.manual_seed(now.seed)
-            with torch.no_grad():
+            with torch.no_grad(), warnings.catch_warnings():
+                # Of reentrant checkpointing, which takes it for a training without gradients.
+                warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
                 made.append(look(*args, **kwargs))
 
     enter(None)

@@ -44,7 +44,7 @@ def enter(context: StepContext | None) -> None:
 
 
 @contextmanager
-def within(context: StepContext) -> Iterator[None]:
+def within(context: StepContext | None) -> Iterator[None]:
     """Make ``context`` the present one for a block."""
     before = _current
     enter(context)

@@ -19,7 +19,7 @@ from spartito.mesh.functions import taking
 from spartito.mesh.sharded_tensor import here_of
 from spartito.mesh.showing_modules import inside
 from spartito.pipeline.kept_state import untouched
-from spartito.pipeline.program import UNCOUNTED, Program, tell, unchanged
+from spartito.pipeline.program import UNCOUNTED, Program, is_of_torch, tell, unchanged
 from spartito.pipeline.replay import Reached
 
 _PLAIN = (bool, int, float, list)
@@ -68,6 +68,8 @@ class _Way(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in UNCOUNTED:
             return tell(func, args, program.device)
+        if is_of_torch(func):
+            return func(*args)
         self.next = index + 1
         if index == self._end:
             self._leave(is_the_same=index < len(program.functions))

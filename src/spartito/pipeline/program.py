@@ -12,9 +12,12 @@ whose part of the row it is in.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as regions
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spartito.engine.keyed_draws import Draws, Recording
@@ -89,6 +93,21 @@ def tell(func: Any, args: tuple[Any, ...], device: torch.device) -> Any:
     """What one of `UNCOUNTED` says; of a tensor without data that it will be on ``device``."""
     made = func(*args)
     return device if isinstance(made, torch.device) and made.type == "meta" else made
+
+
+_OF_HOOKS = {Tensor.detach, torch._C._set_grad_enabled}
+
+
+def is_of_torch(func: Any) -> bool:
+    """Whether a region of `torch.utils.checkpoint` keeps a tensor, which is nothing of the model's.
+
+    It does so in another way where the region is computed again.
+    """
+    if func not in _OF_HOOKS:
+        return False
+    callers = islice(walk_stack(sys._getframe(2)), 3)  # no_grad() is two of them
+    codes = ((frame.f_code.co_name, frame.f_globals["__name__"]) for frame, _ in callers)
+    return ("pack_hook", regions.__name__) in codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +296,8 @@ class _Recorder(TorchFunctionMode):
         program, kwargs = self.program, kwargs or {}
         if func in UNCOUNTED:
             return tell(func, args, program.device)
+        if is_of_torch(func):
+            return func(*args)
         index, drawn = len(program.functions), len(self.recording.made)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         own = [here_of(leaf) for leaf in given]
@@ -414,5 +435,5 @@ class _Recorder(TorchFunctionMode):
         return UserError(
             f"a pipeline cannot split the model: {where!r} calls {name}(), and {why}",
             "A stage runs without the values of the others: its shapes and branches may depend on "
-            "the shapes of the input alone. Move such a call behind the model, into the loss.",
+            "the model's input alone. Move such a call behind the model, into the loss.",
         )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spartito.errors import UserError
-from spartito.pipeline.program import UNCOUNTED, Program, tell
+from spartito.pipeline.program import UNCOUNTED, Program, is_of_torch, tell
 
 
 class Reached(Exception):
@@ -46,7 +48,8 @@ class Replay(TorchFunctionMode):
         super().__init__()
         self._program, self._begin, self._end = program, begin, end
         self._known, self._skip, self._instead = known, skip, instead
-        self._next, self._over = 0, False
+        self.next, self._over = 0, False
+        """The operation that comes next."""
         self._wanted = {program.values[key].born for key in wanted}
         self._keys, self._swaps = frozenset(wanted), swaps
 
@@ -55,10 +58,12 @@ class Replay(TorchFunctionMode):
     ) -> Any:
         if self._over:  # on the way out: what ends a block of no_grad()
             return func(*args, **(kwargs or {}))
-        program, index = self._program, self._next
+        program, index = self._program, self.next
         if func in UNCOUNTED:
             return tell(func, args, program.device)
-        self._next = index + 1
+        if is_of_torch(func):
+            return func(*args)
+        self.next = index + 1
         if index >= self._end:
             if index < len(program.functions):
                 self._over = True
@@ -89,9 +94,24 @@ class Replay(TorchFunctionMode):
             self._keep(program.results[index], out)
         return out
 
+    def again(self, index: int) -> Replay:
+        """The same pass from the operation ``index`` on, of which nothing is kept for others."""
+        made = copy(self)
+        made.next, made._over, made._wanted = index, False, set()
+        return made
+
     def swap(self, value: Any) -> Any:
         """The data that came for a value of an earlier stage; anything else as it is."""
         return self._known.get(id(value), value)
+
+    def within_reach(self, value: Any) -> Any:
+        """Data in place of a tensor without: those that came, or some that no operation takes."""
+        value = self.swap(value)
+        if not isinstance(value, Tensor) or not value.is_meta:
+            return value
+        with torch._C.DisableTorchFunction():  # no operation of the model
+            made = torch.empty((), dtype=value.dtype, device=self._program.device)
+            return made.expand(value.shape).requires_grad_(value.requires_grad)
 
     def _keep(self, noted: Any, made: Any) -> None:
         for without, tensor in zip(tree_leaves(noted), tree_leaves(made), strict=True):

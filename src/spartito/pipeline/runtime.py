@@ -12,7 +12,7 @@ from torch import Tensor
 from spartito.pipeline.cut import Cut
 from spartito.pipeline.messages import BACK, FORTH, Messages
 from spartito.pipeline.schedules import FORWARD, INPUTS, WEIGHTS, Action, Order, Span
-from spartito.pipeline.stage import Call, Passed, run
+from spartito.pipeline.stage import Call, Keys, Passed, run
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,12 @@ class Microbatch:
     Args:
         cut: The model's operations for it, and where stages begin.
         call: Makes the model's forward pass with it.
-        skip: Is told of the draws of earlier stages; None where random numbers are a task's own.
+        keys: How it draws one device's random numbers; None where they are a task's own.
     """
 
     cut: Cut
     call: Call
-    skip: Callable[[int], None] | None = None
+    keys: Keys | None = None
 
 
 class Root(NamedTuple):
@@ -89,7 +89,7 @@ class _Task:
         microbatch, messages = self._microbatches[number], self._messages
         received = messages.receive(cut, stage, number, FORTH) if stage else []
         began = time.perf_counter()
-        passed = run(cut, stage, received, microbatch.call, microbatch.skip, self._later)
+        passed = run(cut, stage, received, microbatch.call, microbatch.keys, self._later)
         if stage == cut.stages - 1:
             self._roots[number] = self._finish(number, passed.output)
             passed.output = None

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from spartito.engine.randomness import replaying
+from spartito.engine.step_context import StepContext, within
 from spartito.errors import UserError
-from spartito.mesh.functions import taking
 from spartito.mesh.sharded_tensor import TABLE, Sharded, all_whole, as_it_is, here_of
-from spartito.mesh.showing_modules import inside
 from spartito.pipeline.cut import Cut
 from spartito.pipeline.microbatches import each_tensor
+from spartito.pipeline.recomputation import passing
 from spartito.pipeline.replay import Reached, Replay
 
 Call = Callable[[], Any]
 """A forward pass of the whole model with the data of one microbatch."""
 Todo = list[Callable[[], None]]
 """Gradients of weights that are still to be computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """How a microbatch draws the random numbers of one device.
+
+    Args:
+        context: Makes what a pass of a stage belongs to, with the rows that are in it.
+        skip: Passes over so many draws of earlier stages.
+    """
+
+    context: Callable[[], StepContext]
+    skip: Callable[[int], None]
 
 
 @dataclass
@@ -31,12 +46,14 @@ class Passed:
         sent: What the next stage gets; of a tensor that is cut this task's shard.
         output: What the model returned, in the last stage.
         entrance: Keeps the gradients of what came.
+        context: What it belonged to; None where random numbers are a task's own.
         todo: Gradients of weights that were put off.
     """
 
     sent: list[Tensor]
     output: Any
     entrance: Entrance
+    context: StepContext | None = None
     todo: Todo = field(default_factory=list)
 
     def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -51,14 +68,15 @@ class Passed:
         """
         if roots:
             try:
-                torch.autograd.backward(roots, gradients)
+                with nullcontext() if self.context is None else _drawing_again(self.context):
+                    torch.autograd.backward(roots, gradients)
             except RuntimeError as error:
                 if "meta" not in str(error):
                     raise
                 raise UserError(
                     "the backward pass of a stage came to a tensor of an earlier stage",
-                    "Where a stage begins in torch.utils.checkpoint, begin it elsewhere by "
-                    "split=[...], or leave checkpointing out: few microbatches wait at once.",
+                    "Where a stage begins in torch.utils.checkpoint, it needs use_reentrant=False: "
+                    "set that, or begin the stage elsewhere by split=[...].",
                 ) from error
         return self.entrance.gradients()
 
@@ -68,6 +86,12 @@ class Passed:
             for compute in self.todo:
                 compute()
         self.todo.clear()
+
+
+@contextmanager
+def _drawing_again(context: StepContext) -> Iterator[None]:
+    with within(context), replaying():
+        yield
 
 
 class Entrance:
@@ -123,7 +147,7 @@ def run(
     stage: int,
     received: Sequence[Tensor],
     call: Call,
-    skip: Callable[[int], None] | None = None,
+    keys: Keys | None = None,
     later: bool = False,
 ) -> Passed:
     """The forward pass of a microbatch through a stage.
@@ -133,7 +157,7 @@ def run(
         stage: Which of them.
         received: What came from the stage before.
         call: Makes the model's forward pass.
-        skip: Is told of the draws of earlier stages.
+        keys: How it draws at random; None: as this task does.
         later: Whether gradients of weights are put off.
 
     Returns:
@@ -147,11 +171,12 @@ def run(
     known = dict(zip(came, cut_alike, strict=True))
     leaves = [] if stage == cut.stages - 1 else cut.enters(stage + 1)
     wanted = [id(value.tensor) for value in leaves]
-    passed = Passed([], None, entrance)
+    passed = Passed([], None, entrance, None if keys is None else keys.context())
     instead = _putting_off(passed.todo) if later else None
+    skip = None if keys is None else keys.skip
     replay = Replay(program, begin, end, known, wanted, cut.swaps(stage), skip, instead)
     try:
-        with inside(), taking(replay.swap), replay:
+        with nullcontext() if passed.context is None else within(passed.context), passing(replay):
             output = call()
     except Reached:
         output = None
@@ -172,10 +197,12 @@ def _putting_off(todo: Todo) -> Callable[..., Any]:
             return NotImplemented
 
         def local(*args: Any) -> Any:
-            weight = args[1]
-            if not (torch.is_grad_enabled() and weight.is_leaf and weight.requires_grad):
+            weight, given = args[1], [each for each in args[1:3] if isinstance(each, Tensor)]
+            if not (torch.is_grad_enabled() and weight.requires_grad):
                 return func(*args)
-            if any(isinstance(each, Tensor) and each._backward_hooks for each in args[1:3]):
+            if not all(each.is_leaf for each in given):
+                return func(*args)  # what they are made of has gradients too
+            if any(each._backward_hooks for each in given):
                 return func(*args)  # torch calls hooks of parameters that it reaches itself
             return _Later.apply(todo, func, gradient, *args)  # type: ignore[no-untyped-call]
 
@@ -232,18 +259,15 @@ class _Later(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, todo: Todo, func: Any, gradient: Any, *args: Any) -> Tensor:
+        x, *ctx.others = args  # weight and bias as they are: saved ones may come back detached
         ctx.todo, ctx.gradient = todo, gradient
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        ctx.order = [isinstance(arg, Tensor) for arg in args]
-        ctx.others = [arg for arg in args if not isinstance(arg, Tensor)]
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(x)
         made: Tensor = func(*args)
         return made
 
     @staticmethod
     def backward(ctx: Any, came: Tensor) -> Any:
-        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
-        args = [next(tensors if is_tensor else others) for is_tensor in ctx.order]
+        args = [*ctx.saved_tensors, *ctx.others]
         inputs, weights = ctx.gradient(came, *args)
         ctx.todo.append(lambda: _add(args, *weights()))
         needed = ctx.needs_input_grad[3]

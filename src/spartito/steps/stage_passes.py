@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from spartito.engine.loss_graph import BeginAtLosses
 from spartito.engine.loss_halves import doubt
 from spartito.engine.precision import autocast
 from spartito.engine.randomness import RandomnessForbidden
-from spartito.engine.step_context import StepContext, current, enter, within
+from spartito.engine.step_context import StepContext, current, within
 from spartito.errors import UserError
 from spartito.pipeline import schedules
 from spartito.pipeline.messages import Messages
@@ -43,6 +44,7 @@ from spartito.pipeline.model import PipedModel
 from spartito.pipeline.program import Program, record
 from spartito.pipeline.runtime import Microbatch, Root, pass_through
 from spartito.pipeline.schedules import Order, Shape, Span
+from spartito.pipeline.stage import Keys
 from spartito.steps.computation import no_gradient
 from spartito.steps.prepared import Pair
 from spartito.steps.task_end import told as cause
@@ -104,7 +106,7 @@ class StagePasses:
     def planned(self, batch: Batch, has_loss: bool, split: str | Sequence[str]) -> bytes:
         """Where stages begin and who keeps what, or why that cannot be, as JSON."""
         try:
-            with outside():
+            with within(None):  # nothing in it draws for a batch
                 part = self.cut_up(batch)[0]
                 starts, owners = self.piped.plan(self.call(part, has_loss), split)
         except UserError as error:
@@ -237,12 +239,12 @@ class StagePasses:
         made = []
         for part in parts:
             call = self.call(part, has_loss)
-            with outside():
+            with within(None):  # nothing in it draws for a batch
                 cut = self.piped.cut(call, part.data, flags, has_loss)
-            skip = None if randomness is None else randomness.skip
+            keys = None
             if context is not None and randomness is not None:
-                call = _within(context, part, call)
-            made.append(Microbatch(cut, call, skip))
+                keys = Keys(partial(_context_of, part, context), randomness.skip)
+            made.append(Microbatch(cut, call, keys))
         return made
 
 
@@ -307,17 +309,6 @@ def check_options(stages: object, microbatches: object, split: object) -> None:
         raise UserError(f"split={split!r}", "Give 'auto', or a list of modules: ['blocks.2'].")
 
 
-@contextmanager
-def outside() -> Iterator[None]:
-    """A block outside of any step: nothing in it draws for a batch."""
-    before = current()
-    enter(None)
-    try:
-        yield
-    finally:
-        enter(before)
-
-
 def draws(model: nn.Module, *args: Any, device: torch.device, **kwargs: Any) -> Draws:
     """What a forward pass draws at random; nothing is computed."""
     return record(model, lambda: model(*args, **kwargs), device).drawn
@@ -349,17 +340,9 @@ def _whole(outputs: Sequence[Any], parts: Sequence[Batch]) -> Any:
     return joined(outputs, [part.size for part in parts]) if outputs else None
 
 
-def _within(context: StepContext, part: Batch, call: Any) -> Any:
-    """``call`` as the part of the global batch that the rows of ``part`` are."""
-
-    def made() -> Any:
-        own = StepContext(
-            context.collective, context.seed, context.step, context.global_size, part.offsets
-        )
-        with within(own):
-            return call()
-
-    return made
+def _context_of(part: Batch, context: StepContext) -> StepContext:
+    """That of a pass with the rows of ``part`` of the global batch."""
+    return replace(context, offsets=part.offsets, calls=0, drawn={})
 
 
 def nothing(output: Any, target: Any) -> Any:
