@@ -128,7 +128,7 @@ def plan(
     from spartito.planning.page import write_plan
     from spartito.planning.profile import Profile, source_of
     from spartito.planning.search import ALL, Goal, improvements, search
-    from spartito.planning.table import record, text
+    from spartito.planning.table import Plan, record, text
     from spartito.system.capacity import available_cores, memory_limit
 
     program = None if target is None else Program.find(target, tuple(arguments or ()))
@@ -196,11 +196,11 @@ def plan(
         wanted.examples(situation)
     outcome = search(situation, strategies, limit, rate)
     better = improvements(outcome, strategies, limit, rate)
-    typed = target or read.target
-    page = None if out is None else write_plan(out, outcome, typed, wanted, better, rate)
+    found = Plan(outcome, target or read.target, wanted, better, rate)
+    page = None if out is None else write_plan(out, found)
     if json:
-        print(json_.dumps(record(outcome, typed, wanted, better)))
+        print(json_.dumps(record(found)))
     else:
-        print(text(outcome, typed, wanted, better, rate))
+        print(text(found))
         if page is not None:
             print(f"Pictures:      {page}")

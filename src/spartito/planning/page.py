@@ -12,9 +12,9 @@ from spartito.errors import writable
 from spartito.names import plural, size
 from spartito.planning.costs.parts import WAITS
 from spartito.planning.scaling import Curve, curves
-from spartito.planning.search import Choice, Goal, Outcome
+from spartito.planning.search import Choice
 from spartito.planning.simulation import simulate
-from spartito.planning.table import columns, command, heading, record, sentences
+from spartito.planning.table import Plan, columns, command, heading, record, sentences
 from spartito.registry import strategy_info
 from spartito.report.bars import Bar, Bars
 from spartito.report.charts import SERIES, Chart, Line, drawn, page_colour
@@ -49,23 +49,12 @@ class Stack:
     value: str
 
 
-def write_plan(
-    folder: Path,
-    outcome: Outcome,
-    target: str,
-    goal: Goal | None,
-    better: Sequence[tuple[str, float]],
-    fail: float,
-) -> Path:
+def write_plan(folder: Path, plan: Plan) -> Path:
     """Write a page, the record and a trace of a plan.
 
     Args:
         folder: It is made, if it is missing.
-        outcome: As of `spartito.planning.table.text`, like the next four.
-        target: The script or recipe.
-        goal: How much of it.
-        better: The improvements.
-        fail: Failures a second.
+        plan: What was found.
 
     Returns:
         The page.
@@ -77,35 +66,30 @@ def write_plan(
         folder,
         {PAGE: OF_A_PAGE, RECORD: has_keys("choices", "refusals"), TRACE: has_keys("traceEvents")},
     )
-    found = record(outcome, target, goal, better)
+    found, steps = record(plan), trace(_traced(plan.outcome.choices))
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_file_atomically(folder / RECORD, json.dumps(found, indent=1, allow_nan=False) + "\n")
-        write_file_atomically(folder / TRACE, json.dumps(trace(_traced(outcome.choices))) + "\n")
-        write_file_atomically(folder / PAGE, render(outcome, target, goal, better, fail))
+        write_file_atomically(folder / TRACE, json.dumps(steps) + "\n")
+        write_file_atomically(folder / PAGE, render(plan))
     return folder / PAGE
 
 
-def render(
-    outcome: Outcome,
-    target: str,
-    goal: Goal | None,
-    better: Sequence[tuple[str, float]],
-    fail: float,
-) -> str:
+def render(plan: Plan) -> str:
     """The page as text."""
+    outcome = plan.outcome
     shown = outcome.choices[:MOST]
     paints = {name: page_colour(SERIES[i]) for i, name in enumerate(WAITS)}
     held = sorted({name for choice in shown for name in choice.cost.memory})
     memory_paints = {name: page_colour(SERIES[i % len(SERIES)]) for i, name in enumerate(held)}
-    head, *rows = columns(outcome, goal, fail)
-    found = curves(_each_kind(outcome.choices), fail)
+    head, *rows = columns(plan)
+    found = curves(_each_kind(outcome.choices), plan.fail)
     best = _traced(outcome.choices)
     return page_template("plan.html.j2").render(
         title=outcome.situation.profile.target,
         subtitle=heading(outcome.situation),
-        sentences=[*sentences(outcome, target, better), *_bends(found)],
-        commands=[(str(each.strategy), command(each, target)) for each in shown[:TRACED]],
+        sentences=[*sentences(plan), *_bends(found)],
+        commands=[(str(each.strategy), command(each, plan.target)) for each in shown[:TRACED]],
         head=head,
         rows=rows,
         refusals=outcome.refusals,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from spartito.names import size
@@ -23,52 +24,45 @@ SHORT = 0.01
 COLUMNS = ("strategy", "step", "examples/s", "own work", "memory", "sent/update", "limited by")
 
 
-def text(
-    outcome: Outcome,
-    target: str,
-    goal: Goal | None,
-    better: Sequence[tuple[str, float]],
-    fail: float = 0.0,
-) -> str:
-    """The plan, as lines.
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What was found, and what the user had asked for.
 
-    Args:
+    Attributes:
         outcome: What was found.
-        target: What the user would train.
+        target: The script or recipe that the user would train.
         goal: How much of it.
         better: As `spartito.planning.search.improvements` found it.
         fail: Failures of one machine in a second.
-
-    Returns:
-        Table and sentences.
     """
-    choices = outcome.choices
-    lines = [heading(outcome.situation), "", *_aligned(columns(outcome, goal, fail))]
+
+    outcome: Outcome
+    target: str
+    goal: Goal | None
+    better: Sequence[tuple[str, float]]
+    fail: float
+
+
+def text(plan: Plan) -> str:
+    """The plan as lines: table and sentences."""
+    outcome, choices = plan.outcome, plan.outcome.choices
+    lines = [heading(outcome.situation), "", *_aligned(columns(plan))]
     if len(choices) > MOST_LINES:
         lines.append(f"and {len(choices) - MOST_LINES} slower ones (--json has all)")
     lines += ["", *(f"not possible: {each.strategy}: {each.reason}" for each in outcome.refusals)]
     lines += [""] if outcome.refusals else []
-    lines += sentences(outcome, target, better)
+    lines += sentences(plan)
     lines += [
         "Only some seconds on this machine were run; how well a model learns is not known.",
-        f"To run it:     {command(choices[0], target)}",
-        f"To be certain: {_compare(outcome, target)}",
+        f"To run it:     {command(choices[0], plan.target)}",
+        f"To be certain: {_compare(plan)}",
     ]
     return "\n".join(lines)
 
 
-def sentences(outcome: Outcome, target: str, better: Sequence[tuple[str, float]]) -> list[str]:
-    """What to choose and why, and how far it may be trusted.
-
-    Args:
-        outcome: What was found.
-        target: What the user would train.
-        better: As `spartito.planning.search.improvements` found it.
-
-    Returns:
-        Sentences; the first one names the best strategy.
-    """
-    best = outcome.choices[0]
+def sentences(plan: Plan) -> list[str]:
+    """What to choose and why, and how far it may be trusted; the first one names the best."""
+    best, better = plan.outcome.choices[0], plan.better
     rate = f"{_number(best.rate / (1 + best.width))} to {_number(best.rate * (1 + best.width))}"
     lines = [f"{best.strategy}: {rate} examples/s; each task {best.cost.limit}"]
     if best.width > BUSY:
@@ -81,7 +75,7 @@ def sentences(outcome: Outcome, target: str, better: Sequence[tuple[str, float]]
             f"steps of {_duration(best.cost.step)} are short: such predictions were off by 6 to "
             "16% in the median (docs/guides/plan.md), so compare those at the top"
         )
-    if outcome.situation.cluster.tasks > 1:
+    if plan.outcome.situation.cluster.tasks > 1:
         lines.append(_simulated(best))
     lines += [f"{best.strategy}: {said}" for said in best.cost.said]
     if better and better[0][1] >= WORTH:
@@ -100,35 +94,20 @@ def _simulated(choice: Choice) -> str:
     )
 
 
-def record(
-    outcome: Outcome,
-    target: str,
-    goal: Goal | None,
-    better: Sequence[tuple[str, float]],
-) -> dict[str, Any]:
-    """The same as plain values.
-
-    Args:
-        outcome: What was found.
-        target: What the user would train.
-        goal: How much of it.
-        better: As `spartito.planning.search.improvements` found it.
-
-    Returns:
-        What JSON can write: figures that are infinite are None.
-    """
-    situation = outcome.situation
+def record(plan: Plan) -> dict[str, Any]:
+    """The plan as values that JSON can write: figures that are infinite are None."""
+    outcome, situation = plan.outcome, plan.outcome.situation
     return {
         "target": situation.profile.target,
         "cluster": situation.cluster.spoken,
         "tasks": situation.cluster.tasks,
         "batch_size": situation.batch,
         "memory_limit": outcome.limit,
-        "choices": [_choice(each, target, goal) for each in outcome.choices],
+        "choices": [_choice(each, plan) for each in outcome.choices],
         "refusals": [
             {"strategy": each.strategy, "reason": each.reason} for each in outcome.refusals
         ],
-        "improvements": [{"change": what, "times": times} for what, times in better],
+        "improvements": [{"change": what, "times": times} for what, times in plan.better],
     }
 
 
@@ -156,10 +135,10 @@ def command(choice: Choice, target: str) -> str:
     return " ".join(words)
 
 
-def _compare(outcome: Outcome, target: str) -> str:
-    named = ", ".join(str(each.strategy) for each in outcome.choices[:3])
-    workers = outcome.situation.cluster.workers
-    return f"spartito compare {target} --strategies {shlex.quote(named)} --workers {workers}"
+def _compare(plan: Plan) -> str:
+    named = ", ".join(str(each.strategy) for each in plan.outcome.choices[:3])
+    workers = plan.outcome.situation.cluster.workers
+    return f"spartito compare {plan.target} --strategies {shlex.quote(named)} --workers {workers}"
 
 
 def heading(situation: Situation) -> str:
@@ -172,22 +151,16 @@ def heading(situation: Situation) -> str:
     )
 
 
-def columns(outcome: Outcome, goal: Goal | None, fail: float) -> list[list[str]]:
-    """The table of a plan: its head, and a row for each of the fastest.
-
-    Args:
-        outcome: What was found.
-        goal: How much is to be trained.
-        fail: Failures of one machine in a second.
-    """
-    situation = outcome.situation
+def columns(plan: Plan) -> list[list[str]]:
+    """The table of a plan: its head, and a row for each of the fastest."""
+    goal, situation = plan.goal, plan.outcome.situation
     priced = situation.cluster.price > 0
     head = [*COLUMNS]
     head[-1:-1] = ["to the goal"] if goal else []
     head[-1:-1] = ["price"] if goal and priced else []
-    head[-1:-1] = ["lost"] if fail else []
+    head[-1:-1] = ["lost"] if plan.fail else []
     rows = [head]
-    for choice in outcome.choices[:MOST_LINES]:
+    for choice in plan.outcome.choices[:MOST_LINES]:
         cost = choice.cost
         row = [
             str(choice.strategy),
@@ -201,7 +174,7 @@ def columns(outcome: Outcome, goal: Goal | None, fail: float) -> list[list[str]]
             hours = choice.hours(goal.examples(situation))
             row.append(_duration(hours * 3600) if math.isfinite(hours) else "never")
             row += [f"{hours * choice.situation.cluster.price:.4g}"] if priced else []
-        row += [f"{choice.loss.fraction:.1%}"] if fail else []
+        row += [f"{choice.loss.fraction:.1%}"] if plan.fail else []
         rows.append([*row, cost.limit])
     return rows
 
@@ -219,8 +192,8 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _choice(choice: Choice, target: str, goal: Goal | None) -> Mapping[str, Any]:
-    cost = choice.cost
+def _choice(choice: Choice, plan: Plan) -> Mapping[str, Any]:
+    cost, goal = choice.cost, plan.goal
     hours = choice.hours(goal.examples(choice.situation)) if goal else None
     finite = hours is not None and math.isfinite(hours)
     return {
@@ -242,7 +215,7 @@ def _choice(choice: Choice, target: str, goal: Goal | None) -> Mapping[str, Any]
         if finite and hours is not None
         else None,
         "not_known": list(cost.said),
-        "command": command(choice, target),
+        "command": command(choice, plan.target),
     }
 
 
