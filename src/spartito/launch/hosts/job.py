@@ -19,7 +19,6 @@ from spartito.launch.hosts.ssh import Ssh, parse_ssh
 from spartito.launch.job import Heading, JobSpec
 from spartito.launch.processes.launcher import Processes
 from spartito.launch.processes.local import check_number, snapshots
-from spartito.launch.processes.supervisor import supervise
 from spartito.launch.store_keeper import kept_store
 from spartito.names import ENV_NOTICE, ENV_PORTS, ENV_SNAPSHOT_DIR, ENV_STORE
 from spartito.wire.addresses import is_loopback
@@ -115,16 +114,8 @@ class Hosts(Processes):
                 for task in roles.tasks
             ]
             strategy = job.choose(roles, env=variables).name
-            processes = self.recovering(self.logged(processes, job, variables), strategy, roles)
-            code = supervise(
-                processes,
-                result_of=0 if self.result else None,
-                private=(*self.private, *([folder] if folder else [])),
-                stacks=self.stacks(job, variables),
-                notice=self.notice,
-                on_end=self.on_end,
-                sink=self.sink,
-            )
+            processes = self.recovering(processes, strategy, roles)
+            code = self.follow(processes, job, variables, folder)
         if code == 0 and not hosts[0].here:
             self.say(f"what {roles.tasks[0]} wrote is on {hosts[0].name}, in {plan.ssh.folder}")
         return code

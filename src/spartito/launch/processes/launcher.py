@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from spartito.cluster.limits import time_limit
 from spartito.errors import UserError
@@ -15,6 +16,7 @@ from spartito.launch.job import Heading, JobSpec
 from spartito.launch.processes.output import JsonSink, Sink, binary
 from spartito.launch.processes.process import Failure, Process, with_logs
 from spartito.launch.processes.roles import Roles
+from spartito.launch.processes.supervisor import supervise
 from spartito.launch.recovery_options import Recovering
 from spartito.names import (
     ENV_FORK_SERVER,
@@ -161,6 +163,37 @@ class Processes(Recovering):
         """
         where = self.log_dir or job.out or env.get(ENV_RUN_DIR)
         return Path(where).resolve() / "stacks" if where else None
+
+    def follow(
+        self,
+        processes: Sequence[Process],
+        job: JobSpec,
+        env: Mapping[str, str],
+        folder: str | None,
+        **more: Any,
+    ) -> int:
+        """Start the processes, and watch over them to their end.
+
+        Args:
+            processes: all of them; the first one prints the result of the job.
+            job: what is to run.
+            env: what its tasks get.
+            folder: a folder of the job that goes with it, beside those of ``private``.
+            **more: what else `supervise` is told.
+
+        Returns:
+            The exit code of the job.
+        """
+        return supervise(
+            self.logged(processes, job, env),
+            result_of=0 if self.result else None,
+            private=(*self.private, *([folder] if folder else [])),
+            stacks=self.stacks(job, env),
+            notice=self.notice,
+            on_end=self.on_end,
+            sink=self.sink,
+            **more,
+        )
 
     def keeps_store(self, roles: Roles) -> bool:
         """Whether the job's store outlives its tasks.

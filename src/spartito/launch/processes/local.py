@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from spartito.cluster import Task, tf_config
 from spartito.cluster.address_list import ENV_ADDRESS
@@ -24,7 +23,6 @@ from spartito.launch.processes.gpus import count_gpus
 from spartito.launch.processes.launcher import Processes
 from spartito.launch.processes.process import Patience, Process, process_of
 from spartito.launch.processes.roles import HOST, SEVERAL_MACHINES, Roles, task_environments
-from spartito.launch.processes.supervisor import supervise
 from spartito.launch.processes.throttle import fractions_of, slow_tasks
 from spartito.launch.processes.tpus import of_tpu
 from spartito.launch.store_keeper import kept_store
@@ -180,7 +178,9 @@ class Local(Processes):
                 # Elsewhere nobody sees what fails here unless one of our tasks says it.
                 others = position.nodes > position.locals
                 patience = Patience(report=LAST_REPORT) if others else Patience()
-                return self._follow(started, job, variables, folder, patience=patience)
+                return self.follow(
+                    started, job, variables, folder, forks=self.forks, patience=patience
+                )
 
     def _start_on(self, link: Link, job: JobSpec, roles: Roles, env: dict[str, str]) -> int:
         """Start each task on a machine of its own, at that line."""
@@ -194,28 +194,8 @@ class Local(Processes):
             command = [sys.executable, *job.argv()]
             started = at_machines(machines, roles, command, env, settings, slow)
             # Each machine has a /dev/shm of its own.
-            return self._follow(started, job, env, folder, beside=temporary_folder())
-
-    def _follow(
-        self,
-        started: Sequence[Process],
-        job: JobSpec,
-        env: Mapping[str, str],
-        folder: str | None,
-        **more: Any,
-    ) -> int:
-        """Watch over the processes to their end; ``more`` is for `supervise`."""
-        return supervise(
-            self.logged(started, job, env),
-            result_of=0 if self.result else None,
-            private=(*self.private, *([folder] if folder else [])),
-            stacks=self.stacks(job, env),
-            notice=self.notice,
-            on_end=self.on_end,
-            forks=self.forks,
-            sink=self.sink,
-            **more,
-        )
+            beside = temporary_folder()
+            return self.follow(started, job, env, folder, forks=self.forks, beside=beside)
 
 
 @contextmanager
