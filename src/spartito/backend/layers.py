@@ -16,14 +16,12 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 import numpy as np
-from torch import Tensor
 
 from spartito.backend.alarm import RankAlarm
 from spartito.backend.errors import DifferentCallsError, LostRankError
 from spartito.backend.machines import SeveralMachines
 from spartito.backend.operations import Alone
 from spartito.backend.wire import NOTHING, Wire
-from spartito.backend.work import Done, Receive
 from spartito.collectives.arithmetic import Arithmetic
 from spartito.collectives.memory import Bytes, Memory
 from spartito.collectives.memory_operations import SharedMemoryOperations, add_up
@@ -89,7 +87,7 @@ class TwoLayers:
         self._away = [rank for rank in range(wire.size) if rank not in self._here]
         self._joints: dict[tuple[int, ...], SeveralMachines] = {}
         self._scratch = NOTHING
-        self.address = wire.address
+        self.address, self.send, self.receive = wire.address, wire.send, wire.receive
         wire.limit_to(group.timeout, PATIENCE)
         self._inside: _OneRank | _Neighbours = _OneRank()
         try:
@@ -198,14 +196,6 @@ class TwoLayers:
             {rank: out[rank] for rank in away if len(out[rank])},
             {rank: into[rank] for rank in away if len(into[rank])},
         )
-
-    def send(self, tensor: Tensor, target: int, tag: int) -> Done:
-        """Leave ``tensor`` for rank ``target``; does not wait for it."""
-        return self._wire.send(tensor, target, tag)
-
-    def receive(self, tensor: Tensor, source: int | None, tag: int) -> Receive:
-        """Want a message of this size from rank ``source``, None is any."""
-        return self._wire.receive(tensor, source, tag)
 
     def limit_to(self, seconds: float) -> None:
         """Let each wait for another rank take no longer than ``seconds`` from now on."""

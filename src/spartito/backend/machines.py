@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from torch import Tensor
 
 from spartito.backend.wire import NOTHING, Wire
-from spartito.backend.work import Done, Receive
 from spartito.collectives.arithmetic import Arithmetic
 from spartito.collectives.memory import Bytes
 from spartito.collectives.memory_operations import add_up, copy, slices
@@ -35,7 +33,8 @@ class SeveralMachines:
         self._peers = [peer for peer in range(self._size) if peer != self._rank]
         self._memory = np.empty(0, dtype=np.uint8)
         self.address = wire.address
-        self.begin = wire.begin
+        self.begin, self.leave, self.close = wire.begin, wire.leave, wire.close
+        self.send, self.receive = wire.send, wire.receive
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
@@ -107,25 +106,9 @@ class SeveralMachines:
             {peer: into[peer] for peer in self._peers if len(into[peer])},
         )
 
-    def send(self, tensor: Tensor, target: int, tag: int) -> Done:
-        """Leave ``tensor`` for rank ``target``; does not wait for it."""
-        return self._wire.send(tensor, target, tag)
-
-    def receive(self, tensor: Tensor, source: int | None, tag: int) -> Receive:
-        """Want a message of this size from rank ``source``, None is any."""
-        return self._wire.receive(tensor, source, tag)
-
     def limit_to(self, seconds: float) -> None:
         """Let each wait for another rank take no longer than ``seconds`` from now on."""
         self._wire.limit_to(seconds)
-
-    def leave(self, error: BaseException) -> None:
-        """Make no more calls: who waits for this rank raises ``error``."""
-        self._wire.leave(error)
-
-    def close(self) -> None:
-        """Leave the group. May be called again."""
-        self._wire.close()
 
     def _reduce_by_slices(self, row: Bytes, way: Arithmetic, to: Sequence[int]) -> None:
         """Each rank reduces a slice, and gives the ranks ``to`` the result."""
