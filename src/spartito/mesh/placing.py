@@ -24,7 +24,7 @@ from spartito.errors import UserError
 from spartito.mesh.layout import Layout, check_dims
 from spartito.mesh.names import Dims, name_dims
 from spartito.mesh.sharded_tensor import Axes
-from spartito.mesh.showing_modules import HERE, PLAIN, Here, is_shown, shown
+from spartito.mesh.showing_modules import HERE, PLAIN, Here, cut_tensors, is_shown, shown
 from spartito.mesh.spec import Spec, replicated, spec
 
 
@@ -237,13 +237,7 @@ def specs_of(model: nn.Module) -> dict[int, Spec]:
     Returns:
         By the id of each tensor that is cut.
     """
-    found = {}
-    for module in model.modules():
-        here: Here | None = module.__dict__.get(HERE)
-        for name, how in here.specs.items() if here else ():
-            tensor = module._parameters.get(name, module._buffers.get(name))
-            found[id(tensor)] = how
-    return found
+    return {id(tensor): how for tensor, how, _ in cut_tensors(model)}
 
 
 def check_same(model: nn.Module, axes: Mapping[str, int], here: Mapping[str, int]) -> None:

@@ -214,16 +214,24 @@ def _own(plain: Callable[..., Any]) -> Callable[..., Any]:
     return wraps(plain)(method)
 
 
-def _views(model: nn.Module) -> dict[int, Any]:
-    """The cut tensors of a model as it sees them, by the id of each shard."""
-    found = {}
+def cut_tensors(model: nn.Module) -> Iterator[tuple[Tensor, Spec, Axes]]:
+    """The tensors of a model that are cut: the shard of each, how it is cut, and along what.
+
+    Args:
+        model: Any; one that was never on a mesh has none.
+    """
     for module in model.modules():
         here: Here | None = module.__dict__.get(HERE)
-        for name, how in here.specs.items() if here else ():
-            tensor = module._parameters.get(name, module._buffers.get(name))
-            if here and tensor is not None:
-                found[id(tensor)] = wrap(tensor, how, here.axes)
-    return found
+        if here is not None:
+            for name, how in here.specs.items():
+                tensor = module._parameters.get(name, module._buffers.get(name))
+                if tensor is not None:
+                    yield tensor, how, here.axes
+
+
+def _views(model: nn.Module) -> dict[int, Any]:
+    """The cut tensors of a model as it sees them, by the id of each shard."""
+    return {id(tensor): wrap(tensor, how, axes) for tensor, how, axes in cut_tensors(model)}
 
 
 def _view(name: str) -> Any:

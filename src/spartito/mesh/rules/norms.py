@@ -81,18 +81,18 @@ Stats = Tensor | None
 def _over_batch(
     norm: Callable[..., Tensor],
     x: Tensor,
-    free: str,
-    affine: list[Stats],
     stats: list[Stats],
+    affine: list[Stats],
     follows: bool,
+    *rest: float,
 ) -> Tensor:
     """A norm whose running statistics change in place where it ``follows`` the batch.
 
-    The dims in ``free`` may be cut.
+    Then the channels alone may be cut, else every dim.
     """
     names = "bC" + order(x.dim() - 2, "bC")
     operands = [x, *affine, *stats]
-    fixed = "".join(name for name in names if name not in free)
+    fixed = names.replace("C", "") if follows else ""
     decided = plan(tuple(map(spec_of, operands)), (names, *["C"] * 4), names, fixed)
     axes = axes_of(*operands)
     local, weight, bias, *own = moved(operands, decided, axes)
@@ -101,7 +101,7 @@ def _over_batch(
         each if value is None or not follows or _lies(value, decided) else each.clone()
         for each, value in zip(own, stats, strict=True)
     ]
-    result = finished(norm(local, *kept, weight, bias), decided, axes)
+    result = finished(norm(local, *kept, weight, bias, follows, *rest), decided, axes)
     for each, before, value in zip(kept, own, stats, strict=True):
         if each is not before and value is not None:
             cut = [(axis, blocks) for name, axis, blocks in decided.cut if name == "C"]
@@ -131,11 +131,8 @@ def _batch_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Any:
-    def norm(x: Tensor, mean: Stats, var: Stats, weight: Stats, bias: Stats) -> Tensor:
-        return F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
-
-    free = "C" if training else "bC" + order(input.dim() - 2, "bC")
-    return _over_batch(norm, input, free, [weight, bias], [running_mean, running_var], training)
+    stats = [running_mean, running_var]
+    return _over_batch(F.batch_norm, input, stats, [weight, bias], training, momentum, eps)
 
 
 @rule(F.instance_norm, torch.instance_norm)
@@ -151,12 +148,10 @@ def _instance_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Any:
-    def norm(x: Tensor, mean: Stats, var: Stats, weight: Stats, bias: Stats) -> Tensor:
-        return F.instance_norm(x, mean, var, weight, bias, use_input_stats, momentum, eps)
-
-    free = "C" if use_input_stats else "bC" + order(input.dim() - 2, "bC")
     stats = [running_mean, running_var]
-    return _over_batch(norm, input, free, [weight, bias], stats, use_input_stats)
+    return _over_batch(
+        F.instance_norm, input, stats, [weight, bias], use_input_stats, momentum, eps
+    )
 
 
 @rule(F.local_response_norm)
