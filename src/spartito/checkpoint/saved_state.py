@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from spartito.checkpoint.manager import read_trees
 from spartito.checkpoint.stored_parts import InMemory, Reader, Tensors
 from spartito.errors import UserError
 from spartito.storage.tensors import Json, pack_state, unpack_state
+
+T = TypeVar("T")
 
 
 class Saved:
@@ -65,17 +68,17 @@ class Saved:
 
     def whole(self, section: str) -> Any:
         """All of a section."""
-        return unpack_state(self._trees[section], Whole(self.tensors(section)))
+        return unpack_state(self._trees[section], whole(self.tensors(section)))
 
 
-class Whole(Mapping[str, Tensor]):
-    """Tensors that are read whole when they are asked for."""
+class LazyValues(Mapping[str, T]):
+    """What ``read`` gives for the name of each of the tensors, when it is asked for."""
 
-    def __init__(self, tensors: Tensors) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Tensors, read: Callable[[str], T]) -> None:
+        self._tensors, self._read = tensors, read
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors.read(name)
+    def __getitem__(self, name: str) -> T:
+        return self._read(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors.names)
@@ -110,41 +113,33 @@ class Stored:
         return read_cut(self.tensors, self.name, cut)
 
 
-class Unread(Mapping[str, Any]):
+def whole(tensors: Tensors) -> LazyValues[Tensor]:
+    """Tensors that are read whole."""
+    return LazyValues(tensors, tensors.read)
+
+
+def unread(tensors: Tensors) -> Mapping[str, Any]:
     """Tensors that are read later: a `Stored` in place of each."""
-
-    def __init__(self, tensors: Tensors) -> None:
-        self._tensors = tensors
-
-    def __getitem__(self, name: str) -> Stored:
-        return Stored(self._tensors, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors.names)
-
-    def __len__(self) -> int:
-        return len(self._tensors.names)
+    return LazyValues(tensors, partial(Stored, tensors))
 
 
-class OfCut(Whole):
+def of_cut(tensors: Tensors, cut: Cut, owner: str) -> LazyValues[Tensor]:
     """The part that a task has of tensors of a parameter that is cut: read so, or whole numbers."""
 
-    def __init__(self, tensors: Tensors, cut: Cut, owner: str) -> None:
-        super().__init__(tensors)
-        self._cut, self._owner = cut, owner
-
-    def __getitem__(self, name: str) -> Tensor:
-        shape = self._tensors.shape(name)
-        if shape == self._cut.shape:
-            return read_cut(self._tensors, name, self._cut)
+    def read(name: str) -> Tensor:
+        shape = tensors.shape(name)
+        if shape == cut.shape:
+            return read_cut(tensors, name, cut)
         if shape in ((), (1,)):
-            return self._tensors.read(name)
+            return tensors.read(name)
         raise UserError(
-            f"{name} of the checkpoint is {shape}, and {self._owner}, of which this task has a "
-            f"part, is {self._cut.shape}",
+            f"{name} of the checkpoint is {shape}, and {owner}, of which this task has a part, is "
+            f"{cut.shape}",
             "Choose an optimizer whose state has the parameter's shape, as SGD and Adam, or a "
             "strategy that does not cut parameters.",
         )
+
+    return LazyValues(tensors, read)
 
 
 def read_cut(tensors: Tensors, name: str, cut: Cut) -> Tensor:

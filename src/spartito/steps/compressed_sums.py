@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from spartito.checkpoint.saved_state import Saved, Whole
+from spartito.checkpoint.saved_state import Saved, whole
 from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.collectives.staged import on_host
 from spartito.engine import compression
@@ -124,7 +124,7 @@ class CompressedSums:
             return
         tree = saved.tree(SECTION) if SECTION in saved else {}
         own = tree.get(str(group.ranks[0]))
-        state = {} if own is None else unpack_state(own, Whole(saved.tensors(SECTION)))
+        state = {} if own is None else unpack_state(own, whole(saved.tensors(SECTION)))
         if isinstance(gradients, PackedGradients):
             named = learning(pair.model, pair.optimizer)
             gradients.compression.load_state_dict(state, named, group)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from spartito.checkpoint.cuts import Cut, part_of
-from spartito.checkpoint.saved_state import Saved, Unread
+from spartito.checkpoint.saved_state import Saved, unread
 from spartito.collectives.collective import Collective
 from spartito.engine.optimizers import load_named_state, unwrap
 from spartito.steps.prepared import Pair
@@ -78,7 +78,7 @@ def states_of(saved: Saved, index: int | None) -> tuple[dict[str, Any], dict[str
     Returns:
         What all groups have in common, and what one's own has; tensors are still to be read.
     """
-    tree, tensors = saved.tree(SECTION), Unread(saved.tensors(SECTION))
+    tree, tensors = saved.tree(SECTION), unread(saved.tensors(SECTION))
     common = unpack_state(tree["common"], tensors)
     own = None if index is None else unpack_state(tree["own"][str(index)], tensors)
     return common, own

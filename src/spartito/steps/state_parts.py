@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spartito.checkpoint.cuts import Cut
-from spartito.checkpoint.saved_state import OfCut, Saved, Whole, copy_cut
+from spartito.checkpoint.saved_state import Saved, copy_cut, of_cut, whole
 from spartito.checkpoint.saving import Attempt
 from spartito.checkpoint.write_plan import Local
 from spartito.errors import UserError
@@ -100,7 +100,7 @@ def load_model(model: nn.Module, saved: Saved, cuts: Mapping[str, Cut], all_: se
     wrong += untied
     if not wrong and (cuts or _is_plain(model)):
         own_tree = {name: tree[name] for name in own}
-        _load_by_module(model, own_tree, Whole(tensors), cuts)
+        _load_by_module(model, own_tree, whole(tensors), cuts)
         for name, cut in cuts.items():
             if name not in own:
                 continue
@@ -165,7 +165,10 @@ def _is_plain(model: nn.Module) -> bool:
 
 
 def _load_by_module(
-    model: nn.Module, tree: Mapping[str, Any], tensors: Whole, cuts: Mapping[str, Cut]
+    model: nn.Module,
+    tree: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    cuts: Mapping[str, Cut],
 ) -> None:
     """What ``load_state_dict`` does, with values that are read one by one."""
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -191,7 +194,7 @@ def _load_by_module(
 class _Lazy(MutableMapping[str, Any]):
     """A state dict whose values are read when they are asked for."""
 
-    def __init__(self, leaves: dict[str, Any], tensors: Whole) -> None:
+    def __init__(self, leaves: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self._leaves, self._tensors = leaves, tensors
         self._own: dict[str, Any] = {}
 
@@ -225,7 +228,7 @@ class _OwnState(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         cut, tensors = self._cuts.get(name), self._tensors
-        found = Whole(tensors) if cut is None else OfCut(tensors, cut, name)
+        found = whole(tensors) if cut is None else of_cut(tensors, cut, name)
         return unpack_state(self._tree[name], found)
 
     def __iter__(self) -> Iterator[str]:
@@ -251,7 +254,7 @@ def saved_optimizer(
     """
     tree = saved.tree("optimizer")
     names = {name for name in tree["state"] if name in own or name not in all_}
-    groups = unpack_state(tree["groups"], Whole(saved.tensors("optimizer")))
+    groups = unpack_state(tree["groups"], whole(saved.tensors("optimizer")))
     state = _OwnState(saved, "optimizer", "state", names, cuts)
     return {"groups": groups, "state": state, "class": tree.get("class")}
 
@@ -268,5 +271,5 @@ def saved_gradients(saved: Saved, own: set[str], cuts: Mapping[str, Cut]) -> dic
     gradients = _OwnState(saved, "accumulated", "gradients", own, cuts)
     with torch.no_grad():
         own_gradients = {name: gradient.clone() for name, gradient in gradients.items()}
-    rest: dict[str, Any] = unpack_state(tree, Whole(saved.tensors("accumulated")))
+    rest: dict[str, Any] = unpack_state(tree, whole(saved.tensors("accumulated")))
     return {**rest, "gradients": own_gradients}
