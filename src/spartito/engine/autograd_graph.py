@@ -35,6 +35,20 @@ def parents(node: Node) -> list[Node]:
     return [parent for parent, _ in node.next_functions if parent is not None]
 
 
+def first_parent(node: Node) -> Node | None:
+    """What computed the first input of ``node``, if that needs a gradient."""
+    return next(iter(parents(node)), None)
+
+
+def descent(node: Node | None) -> Iterator[Node]:
+    """``node``, its first parent, the first one of that, and so on: `STEPS` nodes at most."""
+    for _ in range(STEPS):
+        if node is None:
+            return
+        yield node
+        node = first_parent(node)
+
+
 def shape_of(node: Node) -> tuple[int, ...]:
     """The shape of what ``node`` computed."""
     return tuple(node._input_metadata[0].shape)
@@ -129,12 +143,11 @@ def factor(node: Node) -> Tensor | None:
 
 def is_of_one(node: Node, size: int) -> bool:
     """Whether a loss is that of one example, which was picked from the batch."""
-    for _ in range(STEPS):
-        node = next(iter(parents(node)), None)
-        kind = kind_of(node)
+    for each in descent(first_parent(node)):
+        kind = kind_of(each)
         if kind in _PICKS:
-            whole = shape_of(parents(node)[0])
-            return getattr(node, "_saved_dim", 0) == 0 and whole[:1] == (size,)
+            whole = shape_of(parents(each)[0])
+            return getattr(each, "_saved_dim", 0) == 0 and whole[:1] == (size,)
         if kind not in SAME_ELEMENTS and kind not in ROWS:
             break
     return False
@@ -142,15 +155,14 @@ def is_of_one(node: Node, size: int) -> bool:
 
 def stacks_scalars(node: Node) -> bool:
     """Whether a vector was put together of scalars: losses, not elements."""
-    for _ in range(STEPS):
-        kind, above = kind_of(node), parents(node)
+    for each in descent(node):
+        kind, above = kind_of(each), parents(each)
         if kind == "StackBackward0":
             return all(not shape_of(parent) for parent in above)
         if kind == "CatBackward0":
             return all(kind_of(p) in LINEAR and not shape_of(parents(p)[0]) for p in above)
         if kind not in ("MulBackward0", "NegBackward0", "ToCopyBackward0") or len(above) != 1:
-            return False
-        node = above[0]
+            break
     return False
 
 
@@ -232,28 +244,25 @@ def masks(node: Node) -> Iterator[tuple[Tensor, Tensor]]:
         node: What computed the elements.
     """
     whole: Tensor | None = None
-    for _ in range(STEPS):
-        if node is None:
-            return
-        kind, mask = kind_of(node), factor(node)
+    for each in descent(node):
+        kind, mask = kind_of(each), factor(each)
         if mask is not None:
             if mask.dim():
                 yield mask, mask.sum(dtype=exact(mask))
-                shape = shape_of(node)
+                shape = shape_of(each)
                 if whole is not None or mask.shape != shape:
                     whole = mask if whole is None else whole * mask
                     yield whole, whole.expand(shape).sum(dtype=exact(whole))
                 whole = mask if whole is None else whole
         elif kind == "MaskedFillBackward0":
-            yield node._saved_mask, (~node._saved_mask).sum()
+            yield each._saved_mask, (~each._saved_mask).sum()
         elif kind == "WhereBackward0":
-            condition = node._saved_condition
+            condition = each._saved_condition
             yield condition, condition.sum()
             yield condition, (~condition).sum()
         elif kind.startswith("CtcLossBackward"):
-            lengths = torch.as_tensor(node._saved_target_lengths)
+            lengths = torch.as_tensor(each._saved_target_lengths)
             yield lengths, lengths.sum()
             return
         elif kind not in SAME_ELEMENTS:
             return
-        node = next(iter(parents(node)), None)

@@ -22,10 +22,11 @@ from spartito.engine.autograd_graph import (
     MOST_NODES,
     ROWS,
     SAME_ELEMENTS,
-    STEPS,
     Node,
     compares_rows,
+    descent,
     factor,
+    first_parent,
     is_of_one,
     kind_of,
     masks,
@@ -363,19 +364,16 @@ def _reduced(
 
 def _within(node: Node) -> Iterator[float | Tensor]:
     """What all elements are divided by before they are added up: ``(losses * mask / n).sum()``."""
-    for _ in range(STEPS):
-        if node is None:
-            return
-        kind, mask = kind_of(node), factor(node)
+    for each in descent(node):
+        kind, mask = kind_of(each), factor(each)
         if kind == "DivBackward1":
-            yield float(node._saved_other)
-        elif kind == "DivBackward0" and len(parents(node)) == 1:
-            other = node._saved_other
+            yield float(each._saved_other)
+        elif kind == "DivBackward0" and len(parents(each)) == 1:
+            other = each._saved_other
             if not other.dim():
                 yield _read(other)
         elif mask is None and kind not in LINEAR:
             return
-        node = next(iter(parents(node)), None)
 
 
 def _over_rows(node: Node, size: int) -> tuple[Node, bool]:
@@ -384,11 +382,8 @@ def _over_rows(node: Node, size: int) -> tuple[Node, bool]:
     Returns:
         It, and whether what it gave is weighed: by numbers that may come from all examples.
     """
-    weighs, each = False, node
-    for _ in range(STEPS):
-        each = next(iter(parents(each)), None)
-        if each is None:
-            break
+    weighs = False
+    for each in descent(first_parent(node)):
         kind, mask = kind_of(each), factor(each)
         if kind in _INNER:
             if reduces_rows(each, size):
@@ -477,10 +472,7 @@ def _sum(node: Node, fixed: list[int], counts: list[Tensor], divisors: _Divisors
 
 def _over(node: Node, below: Node, shape: tuple[int, ...], size: int) -> _Term:
     """A mean over elements of ``shape``, which ``below`` computed."""
-    each = below
-    for _ in range(STEPS):
-        if each is None:
-            break
+    for each in descent(below):
         kind, above = kind_of(each), parents(each)
         if kind == "MaskedSelectBackward0":
             return _Term(node, float(shape[0]))
@@ -490,7 +482,6 @@ def _over(node: Node, below: Node, shape: tuple[int, ...], size: int) -> _Term:
             break
         if len(above) == 1:
             refuse_pairs(shape_of(each), shape_of(above[0]), size)
-        each = above[0] if above else None
     return _Term(node, float(size), is_full=True, is_rows=True, is_mean=True)
 
 
