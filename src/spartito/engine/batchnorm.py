@@ -8,8 +8,8 @@ unlike E[x^2] - E[x]^2 it loses no digits where the mean is large.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from spartito.accelerators import generator_states, set_generator_states
 from spartito.collectives.collective import Collective
+from spartito.engine.kept_values import keeping_values
 from spartito.engine.step_context import StepContext, current
 from spartito.errors import UserError
 from spartito.notes import warn
@@ -170,15 +171,13 @@ class SynchronizedCalls(SynchronizedForward):
         self.__dict__[_TRIED] = True
         rows = input.shape[0] * context.global_size // len(context.offsets)
         whole = input[:1].expand(rows, *input.shape[1:])
-        before = [(each, each.clone()) for each in self.buffers(recurse=False)]
         drawn = generator_states(input.device)
+        trial = _SynchronizedFunctions(self, whole, context, is_trial=True)
         try:
-            with _SynchronizedFunctions(self, whole, context, is_trial=True):
+            with keeping_values(self.buffers(recurse=False)), trial:
                 super(SynchronizedForward, self).forward(whole, *args, **kwargs)  # type: ignore[misc]
         finally:
             set_generator_states(input.device, drawn)
-            for buffer, value in before:
-                buffer.copy_(value)
 
 
 class _SynchronizedFunctions(TorchFunctionMode):
@@ -397,16 +396,9 @@ def local_norms(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-@contextmanager
-def keeping_statistics(model: nn.Module) -> Iterator[None]:
+def keeping_statistics(model: nn.Module) -> AbstractContextManager[None]:
     """A forward pass over spare rows, whose own statistics count for nothing."""
-    buffers = [buffer for module in local_norms(model) for buffer in module.buffers()]
-    before = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
+    return keeping_values(buffer for norm in local_norms(model) for buffer in norm.buffers())
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import isnan
 from operator import is_
@@ -26,6 +26,7 @@ from spartito.collectives.process_group import unless_there, works_there
 from spartito.engine.compression import CompressedReducer, Compression, Whole
 from spartito.engine.fused_update import is_bare
 from spartito.engine.host_reads import Number
+from spartito.engine.kept_values import gradients_aside
 from spartito.engine.optimizers import optimizer_parameters
 from spartito.errors import UserError
 
@@ -140,7 +141,7 @@ class Gradients(ABC):
 
     def discarding(self) -> AbstractContextManager[None]:
         """For a backward pass that counts for nothing: afterwards what waits is as it was."""
-        return _discarding(self.parameters)
+        return gradients_aside(self.parameters)
 
     def add(self, loss: Number, weight: Number) -> None:
         """After a backward pass: the sum of the local losses, and how much they weigh."""
@@ -224,16 +225,6 @@ class Gradients(ABC):
         # Not in place: a reduced gradient may lie in memory that all replicas read.
         for parameter, grad in zip(present, torch._foreach_mul(grads, scale), strict=True):
             parameter.grad = grad
-
-
-@contextmanager
-def _discarding(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    waiting = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    yield
-    for parameter, grad in zip(parameters, waiting, strict=True):
-        parameter.grad = grad
 
 
 def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:

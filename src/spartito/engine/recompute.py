@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from spartito.engine.kept_values import keeping_values
 from spartito.engine.logged import listening
 from spartito.errors import UserError
 
@@ -130,11 +131,5 @@ def _keeping_buffers(module: nn.Module) -> Iterator[None]:
 
     What is reported in it was reported already.
     """
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        with listening(None):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+    with keeping_values(module.buffers()), listening(None):
+        yield

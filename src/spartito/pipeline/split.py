@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from spartito.engine.kept_values import gradients_aside
 from spartito.errors import UserError
 from spartito.names import nearest
 from spartito.pipeline.cut import Cut
@@ -353,7 +353,7 @@ def slowdowns(
     whole = list[float]()
     cut_up = {count: list[float]() for count in cuts}
     began = time.perf_counter()
-    with _gradients_aside(model):
+    with gradients_aside(list(model.parameters())):
         while not whole or (len(whole) < ROUNDS and time.perf_counter() < began + seconds):
             with untouched(model), torch.enable_grad():
                 whole.append(_whole_pass(call))
@@ -371,24 +371,10 @@ def _whole_pass(call: Call) -> float:
     return time.perf_counter() - began
 
 
-@contextmanager
-def _gradients_aside(model: nn.Module) -> Iterator[None]:
-    """A block with no gradients, which leaves those that there were."""
-    parameters = list(model.parameters())
-    before = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, grad in zip(parameters, before, strict=True):
-            parameter.grad = grad
-
-
 def _measured(cut: Cut, model: nn.Module, call: Call) -> list[float]:
     """Seconds of the forward and backward pass of each part, the shorter of two."""
     times = [float("inf")] * cut.stages
-    with _gradients_aside(model):
+    with gradients_aside(list(model.parameters())):
         for _ in range(2):
             with untouched(model), torch.enable_grad():
                 times = list(map(min, times, _one_pass(cut, call)))
