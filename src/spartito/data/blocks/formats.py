@@ -168,6 +168,14 @@ def nothing_fetched(index: FileIndex, block: int) -> list[Span]:
     return []
 
 
+def chosen_columns(wanted: Sequence[str] | None, there: Sequence[str]) -> list[str]:
+    """The columns to be read: those that are wanted, or all; a `UserError` if one is not there."""
+    for column in wanted or ():
+        if column not in there:
+            raise UserError(f"there is no column {column!r}", nearest(column, there))
+    return list(wanted or there)
+
+
 def rows_before(index: FileIndex, block: int) -> int:
     """The number of the first example of a block in its file."""
     return sum(each.rows for each in index.blocks[:block])

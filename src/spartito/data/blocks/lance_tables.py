@@ -21,12 +21,12 @@ from spartito.data.blocks.formats import (
     Columns,
     FileIndex,
     Span,
+    chosen_columns,
     even_blocks,
     nothing_fetched,
     rows_before,
 )
 from spartito.errors import UserError
-from spartito.names import nearest
 from spartito.packages import package
 from spartito.storage.files import File, Files, RangeReader
 from spartito.urls import is_remote, local_path
@@ -94,16 +94,12 @@ class LanceTables:
         """As `Format.columns`."""
         head = json.loads(index.head)
         table = _opened(head["url"], head["version"])
-        names = table.schema.names
-        for column in self._columns or ():
-            if column not in names:
-                raise UserError(f"there is no column {column!r}", nearest(column, names))
+        chosen = chosen_columns(self._columns, table.schema.names)
         ends = list(accumulate(rows for _, rows in head["fragments"]))
         first, rows = rows_before(index, block), index.blocks[block].rows
         number = bisect_right(ends, first)
         first -= ends[number - 1] if number else 0
         fragment = table.get_fragment(head["fragments"][number][0])
-        chosen = list(self._columns or names)
         found = fragment.take(range(first, first + rows), columns=chosen)
         return {name: column_values(found.column(name)) for name in chosen}
 

@@ -13,9 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from spartito.data.blocks.formats import Block, Columns, FileIndex, Span, whole_block
+from spartito.data.blocks.formats import (
+    Block,
+    Columns,
+    FileIndex,
+    Span,
+    chosen_columns,
+    whole_block,
+)
 from spartito.errors import UserError
-from spartito.names import nearest
 from spartito.storage.files import File, RangeReader
 
 TARGET = 4 << 20
@@ -76,10 +82,7 @@ class Mds:
         header, data, rows = json.loads(index.head), parts[0][1], index.blocks[block].rows
         names, encodings = header["column_names"], header["column_encodings"]
         sizes = header["column_sizes"]
-        for column in self._columns or ():
-            if column not in names:
-                raise UserError(f"there is no column {column!r}", nearest(column, names))
-        wanted = self._columns or names
+        wanted = chosen_columns(self._columns, names)
         if all(sizes):
             table = np.frombuffer(data, np.uint8).reshape(rows, sum(sizes))
             ends = np.cumsum(sizes)

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from spartito.data.blocks.arrow_columns import column_values
-from spartito.data.blocks.formats import Block, Columns, FileIndex, Span
+from spartito.data.blocks.formats import Block, Columns, FileIndex, Span, chosen_columns
 from spartito.errors import UserError
-from spartito.names import nearest
 from spartito.packages import package
 from spartito.storage.files import File, RangeReader, Seekable
 
@@ -87,11 +86,7 @@ class Parquet:
     def _chosen(self, metadata: Any) -> list[str] | None:
         if self._columns is None:
             return None
-        names = metadata.schema.to_arrow_schema().names
-        for column in self._columns:
-            if column not in names:
-                raise UserError(f"there is no column {column!r}", nearest(column, names))
-        return list(self._columns)
+        return chosen_columns(self._columns, metadata.schema.to_arrow_schema().names)
 
     @staticmethod
     def _group(metadata: Any, block: int) -> int:
