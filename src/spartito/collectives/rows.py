@@ -51,6 +51,15 @@ def check(tensor: Tensor) -> None:
         )
 
 
+def is_channels_last(tensor: Tensor) -> bool:
+    """Whether the channels of an image are neighbours in memory, so that it crosses as it lies."""
+    return (
+        tensor.dim() == 4
+        and not tensor.is_contiguous()
+        and tensor.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
 def row_of(tensor: Tensor) -> Bytes:
     """The bytes of a contiguous tensor, where they lie; `RefusedCallError` if on a device."""
     if not tensor.is_cpu:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from spartito.collectives.collective import Collective
+from spartito.collectives.rows import is_channels_last
 from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.mesh.exchange import Exchange
 from spartito.mesh.spec import Blocks
@@ -104,7 +105,7 @@ class Axis:
         with torch.no_grad():
             if self.size == 1:
                 return tensor.clone()
-            if _is_channels_last(tensor):
+            if is_channels_last(tensor):
                 return self._of(tensor).sum(tensor.movedim(1, -1)).movedim(-1, 1)
             return self._of(tensor).sum(tensor)
 
@@ -118,7 +119,7 @@ class Axis:
         with torch.no_grad():
             if self.size == 1:
                 return tensor.clone()
-            if _is_channels_last(tensor):
+            if is_channels_last(tensor):
                 last = self._of(tensor).all(tensor.movedim(1, -1), _moved(dim, tensor.dim()))
                 joined = last.movedim(-1, 1)
             else:
@@ -148,19 +149,10 @@ class Axis:
         with torch.no_grad():
             if self.size == 1 or blocks:
                 return self.view(self.sum(tensor), dim, blocks)
-            if _is_channels_last(tensor):
+            if is_channels_last(tensor):
                 own = self._of(tensor).sum_own(tensor.movedim(1, -1), _moved(dim, tensor.dim()))
                 return own.movedim(-1, 1)
             return self._of(tensor).sum_own(tensor, dim)
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    """Whether an image's channels are neighbours in memory: it crosses as it lies."""
-    return (
-        tensor.dim() == 4
-        and not tensor.is_contiguous()
-        and tensor.is_contiguous(memory_format=torch.channels_last)
-    )
 
 
 def _moved(dim: int, dims: int) -> int:

@@ -16,6 +16,7 @@ from spartito.collectives.calls import code_of, dtype_of
 from spartito.collectives.collective import Traffic
 from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.collectives.rendezvous import Rendezvous
+from spartito.collectives.rows import is_channels_last
 from spartito.collectives.staged import give_back, on_host, to_host
 from spartito.collectives.tcp import SocketCollective
 from spartito.errors import SpartitoError
@@ -127,7 +128,7 @@ class Messages:
         """
         target = self._rank_of[stage if kind == FORTH else stage - 1]
         if kind == FORTH and stage not in cut.formats:  # noted by both; the first ones tell
-            cut.formats[stage] = [(t.dtype, _is_last(t)) for t in tensors]
+            cut.formats[stage] = [(t.dtype, is_channels_last(t)) for t in tensors]
             if target != self._rank:
                 told = [[code_of(dtype), last] for dtype, last in cut.formats[stage]]
                 self._leave(torch.tensor(told), target, self._tag(stage, 0, kind, 63))
@@ -236,11 +237,3 @@ def _formats(cut: Cut, stage: int, kind: int) -> list[tuple[torch.dtype, bool]]:
         return formats
     both = zip(formats, cut.enters(stage), strict=True)
     return [found for found, value in both if value.tensor.requires_grad]
-
-
-def _is_last(tensor: Tensor) -> bool:
-    return (
-        tensor.dim() == 4
-        and tensor.is_contiguous(memory_format=torch.channels_last)
-        and not tensor.is_contiguous()
-    )
