@@ -1,9 +1,9 @@
-"""Names that more than one package uses: environment variables, recipes, and a speller."""
+"""Names that more than one package uses, and words for people: a speller, sizes, tables."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 ENV_STRATEGY = "SPARTITO_STRATEGY"
@@ -126,3 +126,15 @@ def size(count: float) -> str:
             value = count / size
             return f"{value:.0f} {name}" if value >= 100 else f"{value:.1f} {name}"
     return f"{count:.0f} B"
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """The lines of a table, each column as wide as its widest word; ``right`` ones end together."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            word.rjust(width) if column in right else word.ljust(width)
+            for column, (word, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -12,7 +12,7 @@ import typer
 from spartito.cli.command import Command, Group
 from spartito.cli.options import Json
 from spartito.errors import UserError
-from spartito.names import size
+from spartito.names import aligned, size
 
 if TYPE_CHECKING:
     from spartito.checkpoint.foreign_files import Opened
@@ -164,8 +164,7 @@ def _table(tensors: dict[str, dict[str, Any]]) -> list[str]:
         )
         for name, each in tensors.items()
     ]
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(5)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return aligned(rows)
 
 
 def _print_json(facts: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import typer
 from spartito.cli.options import Json
 from spartito.declared import parse
 from spartito.errors import UserError
+from spartito.names import aligned
 from spartito.registry import StrategyInfo, strategy_info, strategy_names
 
 ARGUMENT = re.compile(r"^    (\w+): (.*(?:\n(?:     .*|\s*)$)*)", re.MULTILINE)
@@ -68,7 +69,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     """All strategies as a person reads them."""
     rows = [HEADS, *((each["name"], each["about"], _needs(each["needs"])) for each in records)]
     more = "spartito strategies NAME lists the options of one."
-    return "\n".join([*_rows(rows), "", more])
+    return "\n".join([*aligned(rows), "", more])
 
 
 def options_of(info: StrategyInfo) -> Iterator[tuple[str, str, str]]:
@@ -106,12 +107,3 @@ def _explained(name: str, about: str, width: int) -> list[str]:
 
 def _needs(needs: Sequence[str]) -> str:
     return ", ".join(needs) or "nothing more"
-
-
-def _rows(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Columns of words, each as wide as its widest."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

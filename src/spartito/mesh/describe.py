@@ -23,6 +23,7 @@ from spartito.mesh import placing
 from spartito.mesh.collectives import Axis, summing_at_end
 from spartito.mesh.layout import Layout
 from spartito.mesh.spec import Blocks
+from spartito.names import aligned
 
 FLOPS, BANDWIDTH, LATENCY = 3e10, 2e9, 4e-5
 """What warnings assume of a task: operations and bytes a second, seconds of a collective."""
@@ -116,14 +117,14 @@ class Description:
                 (row.name, ", ".join(row.dims), along, f"{row.nbytes:,}", f"{row.whole_nbytes:,}")
             )
         cells.append(("all", "", "", f"{self.nbytes:,}", f"{self.whole_nbytes:,}"))
-        lines += _table(cells, right=(3, 4))
+        lines += aligned(cells, right=(3, 4))
         if self.costs:
             lines += ["", f"collectives of one step, for {self.example}:"]
             counted = [("module", "calls", "bytes")]
             counted += [(c.module or "(model)", str(c.calls), f"{c.nbytes:,}") for c in self.costs]
             total = sum(c.calls for c in self.costs), sum(c.nbytes for c in self.costs)
             counted.append(("all", str(total[0]), f"{total[1]:,}"))
-            lines += _table(counted, right=(1, 2))
+            lines += aligned(counted, right=(1, 2))
         elif self.example:
             lines += ["", f"collectives of one step: {self.example}"]
         return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
@@ -425,15 +426,3 @@ def _shapes(example: Any) -> str:
     leaves = torch.utils._pytree.tree_leaves(example)
     shapes = [str(tuple(leaf.shape)) for leaf in leaves if isinstance(leaf, Tensor)]
     return "an input of " + ", ".join(shapes)
-
-
-def _table(cells: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
-    """Rows of text in columns; numbers to the right."""
-    widths = [max(len(row[n]) for row in cells) for n in range(len(cells[0]))]
-    return [
-        "  ".join(
-            text.rjust(width) if number in right else text.ljust(width)
-            for number, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spartito.names import size
+from spartito.names import aligned, size
 from spartito.planning.costs.parts import Situation
 from spartito.planning.search import Choice, Goal, Outcome
 from spartito.planning.simulation import simulate
@@ -46,7 +46,9 @@ class Plan:
 def text(plan: Plan) -> str:
     """The plan as lines: table and sentences."""
     outcome, choices = plan.outcome, plan.outcome.choices
-    lines = [heading(outcome.situation), "", *_aligned(columns(plan))]
+    rows = columns(plan)
+    numbers = range(1, len(rows[0]) - 1)  # between the strategy and what limits it
+    lines = [heading(outcome.situation), "", *aligned(rows, right=numbers)]
     if len(choices) > MOST_LINES:
         lines.append(f"and {len(choices) - MOST_LINES} slower ones (--json has all)")
     lines += ["", *(f"not possible: {each.strategy}: {each.reason}" for each in outcome.refusals)]
@@ -177,19 +179,6 @@ def columns(plan: Plan) -> list[list[str]]:
         row += [f"{choice.loss.fraction:.1%}"] if plan.fail else []
         rows.append([*row, cost.limit])
     return rows
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The rows as lines."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    last = len(widths) - 1
-    return [
-        "  ".join(
-            cell.ljust(width) if column in (0, last) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _choice(choice: Choice, plan: Plan) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from spartito.engine.optimizers import whole_shape
 from spartito.errors import UserError
+from spartito.names import aligned
 from spartito.training.train_modes import evaluating
 
 Shapes = Mapping[str, str]
@@ -236,16 +237,10 @@ def _number(count: Count) -> str:
     return f"{count.total:,}"
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Aligned lines, numbers in the last column to the right; a column without a word goes."""
     kept = [at for at in range(len(heads)) if any(row[at] for row in rows)] if rows else []
     lines = [[heads[at] for at in kept], *([row[at] for at in kept] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rule = "-" * (sum(widths) + 2 * max(0, len(widths) - 1))
-    yield rule
-    for number, line in enumerate(lines):
-        *words, last = [*map(str.ljust, line[:-1], widths[:-1]), line[-1].rjust(widths[-1])]
-        yield "  ".join([*words, last])
-        if number == 0:
-            yield rule
-    yield rule
+    head, *rest = aligned(lines, right=(len(kept) - 1,))
+    rule = "-" * max(map(len, (head, *rest)))
+    return [rule, head, rule, *rest, rule]

@@ -9,7 +9,7 @@ from textwrap import fill
 from spartito.comparison.report.drawings import strategy_colours
 from spartito.comparison.report.outcome import DONE, FAILED, VERBS
 from spartito.comparison.report.results import Comparison, Figures
-from spartito.names import FOR_DATA, FOR_TASKS, RATE, size
+from spartito.names import FOR_DATA, FOR_TASKS, RATE, aligned, size
 from spartito.report.bars import Bar, Bars, staleness_bars
 from spartito.report.charts import page_colour
 from spartito.report.figures import (
@@ -46,15 +46,8 @@ class Table:
     def __str__(self) -> str:
         """For a terminal: a line per figure, a column per run, below how errors end."""
         names = [head for head, _ in self.heads]
-        columns = [names, *(list(row) for row in self.rows)]
-        widths = [max(map(len, column)) for column in columns]
-        lines = [
-            "  ".join(
-                words.rjust(width) if column else words.ljust(width)
-                for column, (words, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in zip(*columns, strict=True)
-        ]
+        columns = [names, *self.rows]
+        lines = aligned([*zip(*columns, strict=True)], right=range(1, len(columns)))
         failed = [
             f"{row[0]} {said}" for row, said in zip(self.rows, self.notes, strict=True) if said
         ]
