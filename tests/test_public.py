@@ -27,6 +27,7 @@ LAYERS = [
         "system",
         "notes",
         "names",
+        "numeric",
         "decoders",
         "failpoints",
         "folders",

@@ -25,7 +25,7 @@ BANNED = {
     r"far ends?": "remote agent",
     r"brakes?": "throttle",
     r"paces?": "rate, rate estimate",
-    r"guards?": "reaper",
+    r"(?<!type )guards?": "reaper",
     r"rooms?": "package",
     r"(?<!math\.)(?<!torch\.)(?<!rounding mode )floors?(?! div)": "layer",
     r"mend(s|ed|ing)?": "fix",

@@ -8,6 +8,7 @@ from typing import Any
 
 from spartito.errors import UserError
 from spartito.names import ENV_NOTICE, ENV_TIMEOUT
+from spartito.numeric import is_number
 
 MOST_SECONDS = 2_000_000
 """Three weeks: a socket's own limit is 2**31 milliseconds."""
@@ -61,7 +62,6 @@ def seconds_of(given: float | str, name: str) -> float:
 
 
 def _checked(seconds: Any, source: str) -> float:
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not number or not 0 < seconds <= MOST_SECONDS:
+    if not is_number(seconds) or not 0 < seconds <= MOST_SECONDS:
         raise UserError(f"{source} is not a number of seconds above 0 and up to {MOST_SECONDS:,}")
     return float(seconds)

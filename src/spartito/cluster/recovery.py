@@ -10,6 +10,7 @@ from typing import Self
 from spartito.cluster.limits import time_limit
 from spartito.errors import UserError
 from spartito.names import ENV_RECOVERY
+from spartito.numeric import is_whole
 
 WITHOUT_IT, ALL = 30.0, 300.0
 """Seconds for a replacement, unless told otherwise: where others may go on without it, and where
@@ -34,7 +35,7 @@ class Recovery:
 
     def __post_init__(self) -> None:
         least = self.min_workers
-        if least is not None and (isinstance(least, bool) or not isinstance(least, int)):
+        if least is not None and not is_whole(least):
             raise UserError(f"min_workers={least!r} is not a whole number")
         if least is not None and least < 1:
             raise UserError(f"min_workers={least}", "Somebody has to go on: 1 or more.")

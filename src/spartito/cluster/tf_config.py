@@ -10,6 +10,7 @@ from spartito.cluster.address_list import roles_of, spec_of
 from spartito.cluster.spec import ROLES, ClusterSpec, Task
 from spartito.errors import UserError
 from spartito.names import nearest
+from spartito.numeric import is_whole
 
 VARIABLE = "TF_CONFIG"
 EXAMPLE = '{"cluster": {"worker": ["a:29500", "b:29500"]}, "task": {"type": "worker", "index": 0}}'
@@ -67,7 +68,7 @@ def _task(given: Mapping[str, Any], cluster: Mapping[str, tuple[str, ...]]) -> T
         )
     if isinstance(index, str) and index.strip().isascii() and index.strip().isdigit():
         index = int(index)  # TensorFlow takes it too
-    if not isinstance(index, int) or isinstance(index, bool):
+    if not is_whole(index):
         raise _wrong(f"the task's index {json.dumps(index)} is not a whole number")
     listed = cluster.get(kind, ())
     if kind == "evaluator" and not listed and index == 0:

@@ -41,6 +41,7 @@ from spartito.data.source import (
 )
 from spartito.data.transforms import RandomTransform
 from spartito.errors import UserError
+from spartito.numeric import is_whole
 
 Transform = Callable[..., Any] | RandomTransform
 Origin = Source | ExampleStream | BatchStream | PerWorker
@@ -197,7 +198,7 @@ class Dataset:
             )
         if blocks == "all":
             return count
-        if not isinstance(blocks, int) or isinstance(blocks, bool) or blocks < 1:
+        if not is_whole(blocks) or blocks < 1:
             raise UserError(f"shuffle(blocks={blocks!r})", 'A number of at least 1, or "all".')
         return blocks
 
@@ -214,7 +215,7 @@ class Dataset:
         Raises:
             UserError: A size below 1, or the data has batches already.
         """
-        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        if not is_whole(batch_size) or batch_size < 1:
             raise UserError(
                 f"a batch size of {batch_size!r}", "It is a whole number of 1 or more: 32."
             )

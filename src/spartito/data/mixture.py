@@ -18,6 +18,7 @@ from spartito.data.reading import Reading, make_reading
 from spartito.data.source import BatchSource, Found, OrderedSource, Source
 from spartito.data.transforms import RandomTransform
 from spartito.errors import UserError
+from spartito.numeric import is_whole
 
 Size = int | Literal["shortest", "longest"]
 
@@ -235,7 +236,7 @@ def _counted(shares: Mapping[str, float], counts: Mapping[str, int], size: Size)
         total = math.floor(min(counts[name] / share for name, share in shares.items()) + 1e-9)
     elif size == "longest":
         total = math.ceil(max(counts[name] / share for name, share in shares.items()) - 1e-9)
-    elif isinstance(size, int) and not isinstance(size, bool) and size > 0:
+    elif is_whole(size) and size > 0:
         total = size
     else:
         raise UserError(f"size={size!r}", '"shortest", "longest", or a number of examples.')

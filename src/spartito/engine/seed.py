@@ -12,6 +12,7 @@ import torch
 
 from spartito.accelerators import random_states, set_random_states
 from spartito.errors import UserError
+from spartito.numeric import is_whole
 
 
 def seed_everything(seed: int, workers: bool = False) -> int:
@@ -30,7 +31,7 @@ def seed_everything(seed: int, workers: bool = False) -> int:
     Raises:
         UserError: If ``seed`` is not one.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+    if not is_whole(seed) or not 0 <= seed < 2**32:
         raise UserError(f"seed={seed!r}", "Give a whole number from 0 to 4294967295.")
     random.seed(seed)
     np.random.seed(seed)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from spartito.errors import UserError
+from spartito.numeric import is_whole
 
 DATA = "data"
 """The axis along which the batch is cut; all others split the model."""
@@ -33,9 +34,7 @@ class Mesh:
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", dict(self.axes))
         wrong = [
-            name
-            for name, size in self.axes.items()
-            if not name or not isinstance(size, int) or isinstance(size, bool) or size < 1
+            name for name, size in self.axes.items() if not name or not is_whole(size) or size < 1
         ]
         if wrong or not self.axes:
             raise UserError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spartito.errors import UserError
+from spartito.numeric import is_number, is_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def turns_of(fragments: int, every: int, overlap: bool | int, mixing: float | No
         )
     if mixing is None:
         mixing = 0.5 if delay else 0.0
-    if isinstance(mixing, bool) or not isinstance(mixing, int | float) or not 0 <= mixing <= 1:
+    if not is_number(mixing) or not 0 <= mixing <= 1:
         raise UserError(f"mixing={mixing!r}", "What a group keeps of its own values: from 0 to 1.")
     return Turns(fragments, every, int(delay), float(mixing))
 
@@ -84,7 +85,7 @@ def check_fragments(fragments: object, every: int) -> None:
     Raises:
         UserError: It is no whole number from 1 to ``every``.
     """
-    if not isinstance(fragments, int) or isinstance(fragments, bool) or fragments < 1:
+    if not is_whole(fragments) or fragments < 1:
         raise UserError(f"fragments={fragments!r}", "1 or more: parts of the model that meet.")
     if fragments > every:
         raise UserError(

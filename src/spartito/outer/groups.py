@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from spartito.errors import UserError
 from spartito.names import divisors, nearest, plural
+from spartito.numeric import is_whole
 
 Asked = int | str | Sequence[Sequence[int]]
 """What a strategy's ``groups`` may be."""
@@ -42,7 +43,7 @@ def groups_of(
         if asked != MACHINE:
             raise UserError(f"groups={asked!r}", nearest(asked, [MACHINE]))
         return _sorted(machines)
-    if isinstance(asked, int) and not isinstance(asked, bool):
+    if is_whole(asked):
         return _divided(asked, tasks, "group", of)
     return _listed(asked, tasks, "group", of, "rank" if of == "replica" else of)
 
@@ -79,7 +80,7 @@ def sites_of(asked: Sites, groups: int) -> Members:
     """
     if asked is None:
         return ()
-    if isinstance(asked, int) and not isinstance(asked, bool):
+    if is_whole(asked):
         found = _divided(asked, groups, "site", "group")
     else:
         found = _listed(asked, groups, "site", "group", "group")
@@ -109,7 +110,7 @@ def _listed(asked: object, count: int, part: str, of: str, number: str) -> Membe
     members = [one for each in asked for one in each]
     if not asked or not all(asked):
         raise UserError(f"{shape}: a {part} without members", do)
-    if not all(isinstance(one, int) and not isinstance(one, bool) for one in members):
+    if not all(map(is_whole, members)):
         raise UserError(f"{shape}: {number}s are whole numbers", do)
     if wrong := [one for one in members if not 0 <= one < count]:
         raise UserError(f"{shape}: there is no {number} {wrong[0]}", do)
@@ -149,7 +150,7 @@ def updates_between(every: object, sites: Sites) -> tuple[int, int]:
 
 
 def _checked(every: object) -> int:
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+    if not is_whole(every) or every < 1:
         raise UserError(
             f"every={every!r}", "Groups meet after so many updates: 1 or more; 20 is a beginning."
         )

@@ -13,6 +13,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 from spartito.engine.divided_update import ELEMENTWISE
 from spartito.engine.optimizers import move_state
 from spartito.errors import UserError
+from spartito.numeric import is_number
 
 OuterFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 OuterOptimizer = str | Mapping[str, float] | OuterFactory | None
@@ -41,7 +42,7 @@ class DiLoCo:
 
     def __post_init__(self) -> None:
         for name, value in (("lr", self.lr), ("momentum", self.momentum)):
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if not is_number(value):
                 raise UserError(f"outer with {name}={value!r}", "It is a number.")
         if not (self.lr > 0 and 0 <= self.momentum < 1):
             raise UserError(

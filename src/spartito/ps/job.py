@@ -26,6 +26,7 @@ from spartito.collectives.versions import Versions
 from spartito.errors import SpartitoError, UserError
 from spartito.names import ENV_SNAPSHOT_DIR, nearest
 from spartito.notes import note
+from spartito.numeric import is_number
 from spartito.ps.chief import JOB, Chief, OnCame, OnLost, views_of
 from spartito.ps.client.appointments import SILENT_SECONDS, Appointments
 from spartito.ps.client.appointments import Server as Watched
@@ -130,8 +131,7 @@ def _check(name: str, value: Any, kind: str) -> None:
     """Refuse a value that a field of `Options` cannot have; ``kind`` is its annotation."""
     said = f"servers={{{name!r}: {value!r}}}"
     if kind == "float":
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (number and isfinite(value) and value > 0):
+        if not (is_number(value) and isfinite(value) and value > 0):
             raise UserError(said, "Seconds: a number above 0.")
         return
     kinds: dict[str, tuple[type, ...]] = {"int": (int,), "bool": (bool,)}

@@ -37,6 +37,7 @@ from spartito.engine.precision import autocast
 from spartito.engine.randomness import RandomnessForbidden
 from spartito.engine.step_context import StepContext, current, within
 from spartito.errors import UserError
+from spartito.numeric import is_whole
 from spartito.pipeline import schedules
 from spartito.pipeline.messages import Messages
 from spartito.pipeline.microbatches import divided, each_tensor, joined
@@ -299,7 +300,7 @@ def check_options(stages: object, microbatches: object, split: object) -> None:
     """Refuse what is no number above 0: options come from JSON, where anything may stand."""
     given = {"stages": stages, "microbatches": microbatches}
     for name, value in given.items():
-        number = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        number = is_whole(value) and value > 0
         if not (number or (name == "stages" and value is None)):
             raise UserError(f"{name}={value!r}", "It is a whole number above 0.")
     if isinstance(split, str):

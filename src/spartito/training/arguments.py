@@ -14,6 +14,7 @@ from spartito.cluster.resolver import resolve
 from spartito.errors import UserError
 from spartito.names import ENV_EPOCHS, nearest, plural
 from spartito.notes import note
+from spartito.numeric import is_whole
 from spartito.strategies import Strategy, job_strategy, strategy
 
 P = ParamSpec("P")
@@ -248,7 +249,7 @@ def asked_epochs(
     counts = {"epochs": epochs, "steps_per_epoch": steps, "max_steps": max_steps}
     counts |= {"initial_epoch": first}
     for name, value in counts.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        if value is not None and not is_whole(value):
             raise UserError(
                 f"fit({name}={value!r}) is a {type(value).__name__}", f"A whole number: {name}=3."
             )

@@ -18,6 +18,7 @@ from spartito.data.order import Indices
 from spartito.data.progress import Progress
 from spartito.data.source import BatchSource, Found
 from spartito.errors import UserError
+from spartito.numeric import is_whole
 from spartito.storage.files import File, Files
 from spartito.storage.span_cache import Entry, SpanCache
 from spartito.storage.whole_files import read_cached
@@ -208,7 +209,7 @@ def _entry(files: Files, file: File, key: str, seed: int) -> Entry:
 
 
 def _key_bytes(name: str, value: Any, seed: int) -> bytes:
-    if isinstance(value, int) and not isinstance(value, bool):
+    if is_whole(value):
         value = str(value)
     if isinstance(value, str):
         value = value.encode()

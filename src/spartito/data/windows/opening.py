@@ -21,6 +21,7 @@ from spartito.data.windows.token_blocks import Encoding, TokenBlocks
 from spartito.data.windows.tokenizers import Tokenizer, as_tokenizer
 from spartito.errors import UserError
 from spartito.notes import warn
+from spartito.numeric import is_whole
 from spartito.storage.span_cache import SpanCache, default_cache
 
 SMALLEST = 2
@@ -81,7 +82,7 @@ def tokens(
         UserError: As `packed`; or the column has neither texts nor tokens, there are fewer tokens
             than an example has, the token of the end is not known, or a function has no name.
     """
-    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+    if not is_whole(length) or length < 1:
         raise UserError(f"tokens(length={length!r})", "An example has at least one token.")
     chosen = None if tokenizer is None else as_tokenizer(tokenizer, tokenizer_name)
     kept = default_cache() if cache is None else SpanCache(cache)

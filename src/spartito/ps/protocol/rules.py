@@ -11,6 +11,7 @@ import msgspec
 
 from spartito.errors import UserError
 from spartito.names import nearest
+from spartito.numeric import is_number, is_whole
 
 ON_STALE = ("compensate", "reject", "scale", "wait")
 PUBLISHED = 0.04
@@ -50,9 +51,7 @@ class Rules:
 
     def __post_init__(self) -> None:
         stale = self.max_staleness
-        if stale is not None and (
-            isinstance(stale, bool) or not isinstance(stale, int) or stale < 0
-        ):
+        if stale is not None and (not is_whole(stale) or stale < 0):
             raise UserError(
                 f"max_staleness={stale!r}",
                 "0 averages all workers' pushes, n bounds the staleness, None lets nobody wait.",
@@ -191,7 +190,7 @@ def stale_rules(on_stale: object) -> dict[str, Any]:
         if name not in ("compensate", "mean_square"):
             raise UserError(said, nearest(str(name), ("compensate", "mean_square")))
     strength, decay = on_stale.get("compensate"), on_stale.get("mean_square")
-    if not _is_number(strength, inf) or ("mean_square" in on_stale and not _is_number(decay, 1.0)):
+    if not _is_below(strength, inf) or ("mean_square" in on_stale and not _is_below(decay, 1.0)):
         raise UserError(
             said,
             "compensate is a strength of at least 0, as 0.04; mean_square, which makes it adapt, "
@@ -200,5 +199,5 @@ def stale_rules(on_stale: object) -> dict[str, Any]:
     return {"on_stale": "compensate", "compensation": strength, "mean_square": decay}
 
 
-def _is_number(value: object, most: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < most
+def _is_below(value: object, most: float) -> bool:
+    return is_number(value) and 0 <= value < most

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito.engine import fused_update
+from spartito.numeric import is_number
 from spartito.ps.protocol.layout import Layout, Run, Span, runs, unused
 from spartito.ps.protocol.memory import allocate, apart, dtype_of, flat, is_mixed, is_summed, mix
 from spartito.ps.protocol.options import KERNELS, SETTINGS, set_options
@@ -295,14 +296,10 @@ def _may_become(name: str, value: Any, old: Any) -> bool:
     if isinstance(old, bool) and name not in KERNELS:
         return value is old
     if isinstance(old, int | float | Tensor) and not isinstance(old, bool):
-        return _is_number(value) and (name != "betas" or 0 <= value < 1)
+        return is_number(value) and isfinite(value) and (name != "betas" or 0 <= value < 1)
     if isinstance(old, list | tuple):
         alike = isinstance(value, list | tuple) and len(value) == len(old)
         return alike and all(_may_become(name, *pair) for pair in zip(value, old, strict=True))
     if isinstance(old, str):
         return isinstance(value, str)
     return isinstance(value, SETTINGS) and (not isinstance(value, float) or isfinite(value))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)

@@ -15,6 +15,7 @@ from spartito.engine.batchnorm import has_batchnorm
 from spartito.errors import UserError
 from spartito.names import nearest, plural
 from spartito.notes import warn
+from spartito.numeric import is_number, is_whole
 from spartito.outer.groups import TOKENS, Asked, Members, check_weights, groups_of, updates_between
 from spartito.outer.optimizer import OuterOptimizer, choose, make_outer
 from spartito.ps.protocol.rules import Rules
@@ -60,14 +61,13 @@ class Apart:
         members = groups_of(asked, machines(cluster, workers), len(workers), "worker")
         count = len(members)
         quorum, grace = self.quorum, self.grace
-        if isinstance(quorum, bool) or not isinstance(quorum, int) or not 1 <= quorum <= count:
+        if not is_whole(quorum) or not 1 <= quorum <= count:
             raise UserError(
                 f"quorum={quorum!r} of {plural(count, 'group')}",
                 f"So many groups are waited for: from 1 (nobody waits) to {count} (all); "
                 'quorum={"groups": 1, "grace": 0.5} waits half a second for others.',
             )
-        number = isinstance(grace, int | float) and not isinstance(grace, bool)
-        if not number or not (isfinite(grace) and grace >= 0):
+        if not is_number(grace) or not (isfinite(grace) and grace >= 0):
             raise UserError(
                 f"a grace of {grace!r}",
                 'Seconds that others may come, 0 or more: quorum={"groups": 1, "grace": 0.5}.',

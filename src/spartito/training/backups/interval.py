@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import ClassVar, Protocol
 
 from spartito.errors import UserError
+from spartito.numeric import is_whole
 
 NEVER = sys.maxsize
 GROWTH = 4
@@ -96,7 +97,7 @@ def interval_of(every: int | float | str | timedelta) -> Interval:
     """The interval that a user asks for; `UserError` for what is none."""
     if isinstance(every, timedelta):
         every = f"{every.total_seconds()}s"
-    if isinstance(every, int) and not isinstance(every, bool) and every > 0:
+    if is_whole(every) and every > 0:
         return BySteps(every)
     if every == "epoch":
         return ByEpochs()
