@@ -21,8 +21,9 @@ from spartito.collectives.calls import encode
 from spartito.collectives.collective import Collective, Piggybacked
 from spartito.collectives.shared_memory import LINE, SharedMemoryCollective
 from spartito.engine.compression import Compression
-from spartito.engine.gradients import PackedGradients
+from spartito.engine.gradients import PackedGradients, clip_factor
 from spartito.engine.host_reads import Number
+from spartito.engine.memory_layout import shaped
 
 ELEMENTWISE = {
     optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam,
@@ -157,7 +158,7 @@ class DividedUpdates(PackedGradients):
         return torch.device("cpu")
 
     def clip(self, norm: float, total: Tensor) -> None:
-        scale = torch.clamp(norm / (total + 1e-6), max=1.0)
+        scale = clip_factor(norm, total)
         grads = [part.own.grad for part in self._parts.values() if part.own.grad is not None]
         if grads:
             torch._foreach_mul_(grads, scale)
@@ -262,12 +263,12 @@ class _DividedPack:
                 if start < stop:
                     target = inputs[rank][first + start : first + stop]
                     whole = stop - start == count
-                    target = _shaped(target, parameter) if whole else target
+                    target = shaped(target, parameter) if whole else target
                     self._out.append((parameter, start, stop, target))
             if mine.start < mine.stop:
                 shown = [inputs[r][first + mine.start : first + mine.stop] for r in others]
                 if mine.stop - mine.start == count:
-                    shown = [_shaped(tensor, parameter) for tensor in shown]
+                    shown = [shaped(tensor, parameter) for tensor in shown]
                 for tensors, tensor in zip(self._come, shown, strict=True):
                     tensors.append(tensor)
                 home = homes.get(id(parameter), parameter.detach())
@@ -330,8 +331,3 @@ def _flat(tensor: Tensor, like: Tensor, start: int, stop: int) -> Tensor:
     if tensor.stride() != like.stride():
         tensor = torch.empty_like(like.detach()).copy_(tensor)
     return tensor.as_strided((stop - start,), (1,), tensor.storage_offset() + start)
-
-
-def _shaped(flat: Tensor, like: Tensor) -> Tensor:
-    """``flat``, with as many elements, shaped and laid out as ``like``."""
-    return flat.as_strided(like.shape, like.stride(), flat.storage_offset())

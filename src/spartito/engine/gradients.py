@@ -27,6 +27,7 @@ from spartito.engine.compression import CompressedReducer, Compression, Whole
 from spartito.engine.fused_update import is_bare
 from spartito.engine.host_reads import Number
 from spartito.engine.kept_values import gradients_aside
+from spartito.engine.memory_layout import shaped
 from spartito.engine.optimizers import optimizer_parameters
 from spartito.errors import UserError
 
@@ -221,7 +222,7 @@ class Gradients(ABC):
         grads = [p.grad for p in present if p.grad is not None]
         if not grads:
             return
-        scale = torch.clamp(norm / (total + 1e-6), max=1.0)
+        scale = clip_factor(norm, total)
         # Not in place: a reduced gradient may lie in memory that all replicas read.
         for parameter, grad in zip(present, torch._foreach_mul(grads, scale), strict=True):
             parameter.grad = grad
@@ -244,8 +245,13 @@ class LocalGradients(Gradients):
     def clip(self, norm: float, total: Tensor) -> None:
         grads = [p.grad for p in self.parameters if p.grad is not None]
         if grads:  # in place, as torch does: nobody else reads them
-            factor = torch.clamp(norm / (total + 1e-6), max=1.0)
+            factor = clip_factor(norm, total)
             torch._foreach_mul_(grads, factor.to(grads[0].device))  # a norm may come by the host
+
+
+def clip_factor(norm: float, total: Tensor) -> Tensor:
+    """What makes gradients of the L2 norm ``total`` those of ``norm`` at most, as torch has it."""
+    return torch.clamp(norm / (total + 1e-6), max=1.0)
 
 
 def quotient(loss_divisor: float, weight: Number) -> Number:
@@ -494,7 +500,7 @@ def views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     for parameter in parameters:
         part = flat[offset : offset + parameter.numel()]
         dense = torch.empty_like(parameter, memory_format=torch.preserve_format)
-        views.append(part.as_strided(dense.shape, dense.stride(), part.storage_offset()))
+        views.append(shaped(part, dense))
         offset += parameter.numel()
     return views
 

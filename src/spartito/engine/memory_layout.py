@@ -25,6 +25,11 @@ def dense(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
     return made.shape, made.stride()
 
 
+def shaped(flat: Tensor, like: Tensor) -> Tensor:
+    """``flat``, with as many elements, shaped and laid out as ``like``, a dense one."""
+    return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+
+
 def overlap(blocks: Sequence[tuple[int, int]]) -> bool:
     """Whether two blocks of memory, ``(address, bytes)``, have bytes in common."""
     filled = sorted(block for block in blocks if block[1])

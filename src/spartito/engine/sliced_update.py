@@ -23,7 +23,12 @@ from spartito.collectives.collective import Piggybacked
 from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.collectives.slices import cut
 from spartito.engine import fused_update
-from spartito.engine.gradients import PackedGradients, different_batches, writes_gradients
+from spartito.engine.gradients import (
+    PackedGradients,
+    clip_factor,
+    different_batches,
+    writes_gradients,
+)
 from spartito.engine.host_reads import Number
 from spartito.engine.memory_layout import dense, overlap, sample
 from spartito.engine.shared_optimizer_state import VERSION, Cut, SharedState
@@ -112,7 +117,7 @@ class SlicedGradients(PackedGradients):
         if not self._divided:
             super().clip(norm, total)
         elif self._sums:
-            scale = torch.clamp(norm / (total + 1e-6), max=1.0)
+            scale = clip_factor(norm, total)
             torch._foreach_mul_(self._sums, scale.item())
 
     def update(self, step: Callable[[], None]) -> None:

@@ -42,6 +42,7 @@ from spartito.steps.parts import Prepared, Settings, State
 from spartito.steps.prepared import Pair
 from spartito.steps.recovery import Standing, share_state
 from spartito.steps.shard_copies import Kept, load_rest, rest_of
+from spartito.steps.state_parts import parameters_here
 from spartito.steps.team import Team
 from spartito.system import give_back_memory
 
@@ -255,7 +256,7 @@ class Sharded:
         """As `Held.owned`: perhaps no element of a parameter, which its cut tells."""
         if not isinstance(pair.gradients, ShardedGradients):
             return None
-        return {name for name, p in unwrap(pair.model).named_parameters() if not p.is_meta}
+        return parameters_here(pair.model)
 
     @contextmanager
     def showing(self) -> Generator[None]:

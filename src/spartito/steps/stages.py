@@ -40,6 +40,7 @@ from spartito.steps.groups import AXIS, LAYERS
 from spartito.steps.parts import Exchange, Prepared, Settings, State
 from spartito.steps.prepared import Pair, tensors_of
 from spartito.steps.stage_passes import StagePasses, draws, nothing, telling, told, told_bytes
+from spartito.steps.state_parts import parameters_here
 from spartito.steps.team import Team
 from spartito.steps.tensor_parallel import TensorParallel
 from spartito.steps.topology import Connected, Grid
@@ -219,7 +220,7 @@ class Stages:
 
     def owned(self, pair: Pair) -> set[str] | None:
         """As `Held.owned`: of one's own stages."""
-        return {name for name, p in unwrap(pair.model).named_parameters() if not p.is_meta}
+        return parameters_here(pair.model)
 
     def showing(self) -> AbstractContextManager[None]:
         """As `Held.showing`."""

@@ -13,6 +13,7 @@ from spartito.checkpoint.cuts import Cut
 from spartito.checkpoint.saved_state import Saved, copy_cut, of_cut, whole
 from spartito.checkpoint.saving import Attempt
 from spartito.checkpoint.write_plan import Local
+from spartito.engine.optimizers import unwrap
 from spartito.errors import UserError
 from spartito.storage.tensors import same_tensors, unpack_state
 
@@ -60,6 +61,11 @@ def _take(found: dict[int, Cut], what: str, tensor: Tensor, cut: Cut) -> None:
 def names_here(model: nn.Module) -> str:
     """The names of what this task has of the model, to tell the others."""
     return json.dumps(list(model.state_dict()))
+
+
+def parameters_here(model: nn.Module) -> set[str]:
+    """The names of the parameters whose values this task has: others are on the meta device."""
+    return {name for name, each in unwrap(model).named_parameters() if not each.is_meta}
 
 
 def names_of_all(model: nn.Module, attempt: Attempt) -> set[str]:

@@ -78,6 +78,7 @@ from spartito.steps.prepared import Pair, check_taken, check_unchanged, take, te
 from spartito.steps.state_parts import (
     load_model,
     names_of_all,
+    parameters_here,
     saved_gradients,
     saved_optimizer,
     take_apart,
@@ -701,7 +702,7 @@ class Step:
     def _take_training(self, pair: Pair, saved: Saved, all_: set[str]) -> None:
         """What is beside the model; ``all_`` are the names of all tasks."""
         model = unwrap(pair.model)
-        own = {name for name, each in model.named_parameters() if not each.is_meta}
+        own = parameters_here(model)
         pair.gradients.clear()
         pair.passes, pair.saved = 0, None
         if "accumulated" in saved:
@@ -716,7 +717,7 @@ class Step:
         """Of which parameters the optimizer's state is here, and how it is cut."""
         kept = self.parts.owned(pair)
         if kept is None:
-            kept = {name for name, p in unwrap(pair.model).named_parameters() if not p.is_meta}
+            kept = parameters_here(pair.model)
         return self.parts.cuts(pair, "optimizer"), kept
 
     def _taken_apart(self, pair: Pair, state: State) -> dict[str, Local]:

@@ -39,6 +39,7 @@ from spartito.steps.groups import AXIS, LAYERS, send
 from spartito.steps.parts import Exchange, Prepared, Settings, State
 from spartito.steps.prepared import Pair
 from spartito.steps.recovery import ShardsLostError, Standing, load_state, share_state
+from spartito.steps.state_parts import parameters_here
 from spartito.steps.team import Team
 
 Rules = Sequence[tuple[str, Any]]
@@ -256,7 +257,7 @@ class TensorParallel:
         """As `Held.owned`."""
         if not any(self.cuts(pair, section) for section in ("model", "optimizer")):
             return None
-        return {name for name, p in unwrap(pair.model).named_parameters() if not p.is_meta}
+        return parameters_here(pair.model)
 
     def showing(self) -> AbstractContextManager[None]:
         """As `Held.showing`: shards."""

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito.engine import fused_update
+from spartito.engine.gradients import clip_factor
+from spartito.engine.memory_layout import shaped
 from spartito.numeric import is_number
 from spartito.ps.protocol.layout import Layout, Run, Span, runs, unused
 from spartito.ps.protocol.memory import allocate, apart, dtype_of, flat, is_mixed, is_summed, mix
@@ -161,7 +163,7 @@ class Shard:
         """Scale the gradients so that their global L2 norm is at most ``norm``."""
         grads = [self._view(push, run) for run in self.slots]
         total = torch.nn.utils.get_total_norm(grads)
-        torch._foreach_mul_(grads, torch.clamp(norm / (total + 1e-6), max=1.0))
+        torch._foreach_mul_(grads, clip_factor(norm, total))
 
     def accepts(self, options: Sequence[Mapping[str, Any]]) -> bool:
         """Whether these can be options of our parameter groups, for each group some.
@@ -218,8 +220,7 @@ class Shard:
         view = memory[start : start + run.stop - run.start].view(dtype_of(run.dtype))
         if not run.learns or is_elementwise(self.optimizer):
             return view
-        tensor = self._tensors[run.parts[0].entry]
-        return view.as_strided(tensor.shape, tensor.stride(), view.storage_offset())
+        return shaped(view, self._tensors[run.parts[0].entry])
 
     def _gradients(self, memory: Tensor) -> list[Tensor]:
         """The gradients in some memory of the span, one for each slot."""
