@@ -5,15 +5,13 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from spartito.cluster.endpoints import port_range
 from spartito.errors import UserError
 from spartito.launch.lines.line import Link
 from spartito.launch.lines.network import Machine, NoNamespacesError, network, said
-from spartito.launch.processes.process import Process, process_of
+from spartito.launch.processes.process import Process, process_of, with_fractions
 from spartito.launch.processes.roles import Roles, task_environment
-from spartito.launch.processes.throttle import fractions_of
 
 PORT = 29500
 """Free everywhere: each machine has ports of its own."""
@@ -105,7 +103,6 @@ def at_machines(
     Raises:
         UserError: a slow task is not among them.
     """
-    fractions = fractions_of([str(task) for task in roles.tasks], slow)
     allowed = port_range(env)
     port = allowed[0] if allowed else PORT
     addresses = [f"{machine.address}:{port}" for machine in machines]
@@ -113,4 +110,4 @@ def at_machines(
     for machine, task, own in zip(machines, roles.tasks, settings, strict=True):
         told = {**own, **task_environment(env, roles, addresses, task), **GLOO}
         started.append(process_of(task, roles, [*machine.enters, *argv], told))
-    return [replace(one, fraction=part) for one, part in zip(started, fractions, strict=True)]
+    return with_fractions(started, slow)

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from spartito.cluster import Task, tf_config
 from spartito.cluster.address_list import ENV_ADDRESS
@@ -21,9 +21,9 @@ from spartito.launch.lines.line import Link
 from spartito.launch.processes.fork_server import Forks
 from spartito.launch.processes.gpus import count_gpus
 from spartito.launch.processes.launcher import Processes
-from spartito.launch.processes.process import Patience, Process, process_of
+from spartito.launch.processes.process import Patience, Process, process_of, with_fractions
 from spartito.launch.processes.roles import HOST, SEVERAL_MACHINES, Roles, task_environments
-from spartito.launch.processes.throttle import fractions_of, slow_tasks
+from spartito.launch.processes.throttle import slow_tasks
 from spartito.launch.processes.tpus import of_tpu
 from spartito.launch.store_keeper import kept_store
 from spartito.names import ENV_SNAPSHOT_DIR
@@ -231,11 +231,7 @@ def _processes(
             Process(position.name(local, roles.workers), command, environment)
             for local, environment in enumerate(environments(env, position, roles.workers))
         ]
-    fractions = fractions_of([process.name for process in started], slow)
-    return [
-        replace(process, fraction=fraction)
-        for process, fraction in zip(started, fractions, strict=True)
-    ]
+    return with_fractions(started, slow)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from spartito.heartbeat import Beat
 from spartito.launch.processes.logs import TaskLog, refused
 from spartito.launch.processes.output import Channel, ErrorChannel
 from spartito.launch.processes.roles import Roles
-from spartito.launch.processes.throttle import FULL
+from spartito.launch.processes.throttle import FULL, fractions_of
 from spartito.names import plural
 from spartito.system.capacity import MemoryKills
 
@@ -88,6 +88,12 @@ def process_of(
     vital = roles.is_vital(task) if roles.asked else True
     outlives = task.type == "evaluator"
     return Process(str(task), argv, env, restarts, vital, outlives=outlives, remote=remote)
+
+
+def with_fractions(processes: Sequence[Process], slow: Mapping[str, float]) -> list[Process]:
+    """``processes`` with the fraction of the time that each runs, as `fractions_of` tells."""
+    fractions = fractions_of([process.name for process in processes], slow)
+    return [replace(one, fraction=part) for one, part in zip(processes, fractions, strict=True)]
 
 
 def with_logs(processes: Sequence[Process], folder: Path | None) -> list[Process]:
