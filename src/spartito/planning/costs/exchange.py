@@ -175,3 +175,17 @@ def machines_of(situation: Situation, tasks: int) -> int:
     """
     cluster = situation.cluster
     return max(1, min(cluster.machines, -(-tasks // cluster.workers)))
+
+
+def between_models(situation: Situation, nbytes: float, size: int) -> Exchange:
+    """A sum over replicas that several tasks have each: all tasks of a machine take part at once.
+
+    Args:
+        situation: What is planned.
+        nbytes: Of the gradients that a task has.
+        size: The tasks of a replica.
+    """
+    cluster = situation.cluster
+    replicas, machines = cluster.tasks // size, cluster.machines // machines_of(situation, size)
+    summed = all_reduce(situation, nbytes, replicas, min(replicas, machines))
+    return summed * (min(size, cluster.workers) / situation.profile.accumulate)

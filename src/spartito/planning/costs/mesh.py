@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from spartito.declared import Declared
 from spartito.errors import UserError
-from spartito.names import divisors
 from spartito.planning.costs.compute import own_step, passes, together
-from spartito.planning.costs.exchange import all_reduce, machines_of
+from spartito.planning.costs.exchange import all_reduce, between_models, machines_of
 from spartito.planning.costs.memory import held
 from spartito.planning.costs.parts import (
     COMPUTE,
@@ -18,7 +16,7 @@ from spartito.planning.costs.parts import (
     Cost,
     Situation,
     check_options,
-    whole_number,
+    tasks_of_model,
 )
 
 OPTIONS: tuple[str, ...] = ("model",)
@@ -37,12 +35,7 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     """As `Costs.cost`; the collectives of the forward and backward pass were counted."""
     check_options(strategy, OPTIONS)
     cluster, profile = situation.cluster, situation.profile
-    size = whole_number(strategy, "model", cluster.tasks)
-    if cluster.tasks % size:
-        raise UserError(
-            f"model={size} in a job of {cluster.tasks} tasks",
-            f"It divides the number of tasks: {divisors(cluster.tasks)}.",
-        )
+    size = tasks_of_model(strategy, "model", cluster.tasks)
     along = profile.mesh.get(size)
     if along is None:
         known = ", ".join(map(str, profile.mesh)) or "no number"
@@ -61,10 +54,7 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     inside = all_reduce(situation, each, size, near) * along.calls
     inside += all_reduce(situation, FIGURES, size, near) * MEETINGS
     gradients = profile.model.gradients * along.parameters
-    apart = replace(situation, cluster=replace(cluster, workers=max(1, cluster.workers // size)))
-    summed = all_reduce(apart, gradients, replicas, min(replicas, cluster.machines // near))
-    summed *= 1 / profile.accumulate
-    exchange = inside + summed * min(size, cluster.workers)
+    exchange = inside + between_models(situation, gradients, size)
     memory = held(
         situation,
         examples,

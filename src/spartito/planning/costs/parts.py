@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from spartito.declared import Declared
 from spartito.errors import UserError
-from spartito.names import nearest
+from spartito.names import divisors, nearest
 from spartito.planning.cluster import Cluster
 from spartito.planning.profile import Profile
 
@@ -183,3 +183,18 @@ def whole_number(strategy: Declared, option: str, default: int, least: int = 1) 
     if type(value) is not int or value < least:
         raise UserError(f"{strategy.name}: {option}={value!r}", f"It is {least} or more.")
     return value
+
+
+def tasks_of_model(strategy: Declared, option: str, tasks: int) -> int:
+    """Among how many of the ``tasks`` a model is divided, as the option says; by default all.
+
+    Raises:
+        UserError: It is no whole number, or does not divide the tasks.
+    """
+    size = whole_number(strategy, option, tasks)
+    if tasks % size:
+        raise UserError(
+            f"{option}={size} in a job of {tasks} tasks",
+            f"It divides the number of tasks: {divisors(tasks)}.",
+        )
+    return size

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from spartito.declared import Declared
 from spartito.errors import UserError
-from spartito.names import divisors
 from spartito.pipeline.schedules import FORWARD, Action, Shape, orders, parse, simulate
 from spartito.planning.costs.compute import crowding, passes, waiting
-from spartito.planning.costs.exchange import all_reduce, machines_of, message
+from spartito.planning.costs.exchange import between_models, machines_of, message
 from spartito.planning.costs.memory import held
 from spartito.planning.costs.parts import (
     COMPUTE,
@@ -25,6 +23,7 @@ from spartito.planning.costs.parts import (
     Rhythm,
     Situation,
     check_options,
+    tasks_of_model,
     whole_number,
 )
 from spartito.planning.profile import Part
@@ -49,17 +48,12 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     """As `Costs.cost`."""
     check_options(strategy, OPTIONS)
     cluster, profile = situation.cluster, situation.profile
-    stages = whole_number(strategy, "stages", cluster.tasks)
+    stages = tasks_of_model(strategy, "stages", cluster.tasks)
     schedule, per_task = parse(str(strategy.options.get("schedule", "1f1b")))
     if per_task > 1:
         raise UserError(
             f"schedule={schedule} has several stages for each task",
             "A plan knows gpipe, 1f1b and zero_bubble.",
-        )
-    if cluster.tasks % stages:
-        raise UserError(
-            f"stages={stages} in a job of {cluster.tasks} tasks",
-            f"It divides the number of tasks: {divisors(cluster.tasks)}.",
         )
     if profile.uncut:
         raise UserError(profile.uncut, "Take a strategy that keeps the model whole.")
@@ -102,10 +96,7 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     own[UPDATE] = passes(situation, "update", examples) * max(sizes)
     gaps = {where: min(moved, whole - compute), STAGES: max(0.0, whole - compute - moved)}
     gradients = profile.model.gradients * max(sizes)
-    near = machines_of(situation, stages)
-    apart = replace(situation, cluster=replace(cluster, workers=max(1, cluster.workers // stages)))
-    summed = all_reduce(apart, gradients, lines, min(lines, cluster.machines // near))
-    summed *= min(stages, cluster.workers) / profile.accumulate
+    summed = between_models(situation, gradients, stages)
     found = {**own, **gaps}
     for name, value in summed.seconds.items():
         found[name] = found.get(name, 0.0) + value
