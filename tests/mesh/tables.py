@@ -108,6 +108,10 @@ def norms() -> Cases:
         own = mean.clone(), var.clone()
         return F.batch_norm(x, *own, w, b, training=True), *own
 
+    def built_in(x: Tensor, w: Tensor, b: Tensor) -> Any:
+        own = mean.clone(), var.clone()
+        return torch.batch_norm(x, w, b, *own, True, 0.1, 1e-5, False), *own
+
     return {
         "layer norm": (lambda x, w, b: F.layer_norm(x, (4,), w, b), [r(2, 6, 4), r(4), r(4)]),
         "layer norm, two dims": (lambda x, w: F.layer_norm(x, (6, 4), w), [r(2, 6, 4), r(6, 4)]),
@@ -116,6 +120,11 @@ def norms() -> Cases:
         "group norm, 1": (lambda x, w, b: F.group_norm(x, 1, w, b), [r(2, 4, 3), r(4), r(4)]),
         "group norm, 4": (lambda x: F.group_norm(x, 4), [r(2, 4, 2, 2)]),
         "batch norm": (tracked, [r(4, 4, 3), r(4), r(4)]),
+        "batch norm, torch's own": (built_in, [r(4, 4, 3), r(4), r(4)]),
+        "instance norm, torch's own": (
+            lambda x, w, b: torch.instance_norm(x, w, b, None, None, True, 0.1, 1e-5, False),
+            [r(2, 4, 6), r(4), r(4)],
+        ),
         "batch norm of rows": (tracked, [r(6, 4), r(4), r(4)]),
         "batch norm, statistics": (
             lambda x, m, v: (F.batch_norm(x, m, v, training=True), m, v),

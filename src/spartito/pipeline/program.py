@@ -46,7 +46,8 @@ UNCOUNTED = {
 _PLAIN = (bool, int, float, str, torch.Size, torch.dtype, torch.device, torch.layout)
 
 
-_NORMS = {F.batch_norm, F.instance_norm}
+_NORMS = {F.batch_norm: 1, F.instance_norm: 1, torch.batch_norm: 3, torch.instance_norm: 3}
+"""Norms with running statistics, and the place of the first one among their arguments."""
 _NOT_IN_PLACE = {"__invert__", "__index__", "__int__", "__iter__"}
 
 
@@ -348,8 +349,11 @@ class _Recorder(TorchFunctionMode):
     def _note_changes(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
         """Note the buffers that an operation changes; the one that it returns, if it is one."""
         changed = [args[0]] if args and changes_first(func) else []
-        if func in _NORMS and (args[5] if len(args) > 5 else kwargs.get("training")):
-            changed = [*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")]
+        if (place := _NORMS.get(func)) is not None:
+            given = kwargs.get("training", kwargs.get("use_input_stats", func is F.instance_norm))
+            if args[5] if len(args) > 5 else given:
+                own = args[place : place + 2]
+                changed = [*own, kwargs.get("running_mean"), kwargs.get("running_var")]
         for each in changed:
             if not isinstance(each, Tensor):
                 continue

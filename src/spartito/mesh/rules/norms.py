@@ -118,7 +118,7 @@ def _lies(value: Tensor, decided: Any) -> bool:
     return (here.dims[0], here.blocks_of(0)) == cut if here else cut[0] is None
 
 
-@rule(F.batch_norm, torch.batch_norm)
+@rule(F.batch_norm)
 def _batch_norm(
     func: Any,
     input: Tensor,
@@ -129,13 +129,35 @@ def _batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-    cudnn_enabled: bool = True,
 ) -> Any:
     stats = [running_mean, running_var]
     return _over_batch(F.batch_norm, input, stats, [weight, bias], training, momentum, eps)
 
 
-@rule(F.instance_norm, torch.instance_norm)
+@rule(torch.batch_norm, torch.instance_norm)
+def _built_in(
+    func: Any,
+    input: Tensor,
+    weight: Stats,
+    bias: Stats,
+    running_mean: Stats,
+    running_var: Stats,
+    *rest: Any,
+    **named: Any,
+) -> Any:
+    """Torch's own, below the functions: they take the same, in another order."""
+
+    def norm(x: Tensor, mean: Stats, var: Stats, weight: Stats, bias: Stats, *rest: Any) -> Tensor:
+        found: Tensor = func(x, weight, bias, mean, var, *rest)
+        return found
+
+    names = ("training", "use_input_stats", "momentum", "eps", "cudnn_enabled")
+    rest = (*rest, *(named[name] for name in names if name in named))
+    stats = [running_mean, running_var]
+    return _over_batch(norm, input, stats, [weight, bias], *rest)
+
+
+@rule(F.instance_norm)
 def _instance_norm(
     func: Any,
     input: Tensor,
@@ -146,7 +168,6 @@ def _instance_norm(
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
-    cudnn_enabled: bool = True,
 ) -> Any:
     stats = [running_mean, running_var]
     return _over_batch(
