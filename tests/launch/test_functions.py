@@ -169,6 +169,7 @@ def test_no_launch_in_a_task_or_a_thread() -> None:
     ("options", "message"),
     [
         ({"worker": 2}, "no option 'worker'\n  Did you mean 'workers'"),
+        ({"servers": 1}, "no option 'servers'\n  Parameter servers are ps=1"),
         ({"workers": 0}, "--workers 0 is less than 1"),
         ({"strategy": "miror"}, "miror"),
         ({"out": "runs/a"}, "no option 'out'"),

@@ -243,6 +243,29 @@ def idles() -> Made:
     return net.double(), x, y, loss
 
 
+class Written(nn.Module):
+    """A tensor that is made in one stage, and learns in the next one, which writes into it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = torch.tanh(self.a(x))
+        made = torch.zeros_like(hidden)
+        made[:, 0] = 0.5
+        hidden = torch.tanh(self.b(hidden))
+        made[:, 1:] = hidden[:, 1:]
+        out: Tensor = self.c(made * hidden)
+        return out
+
+
+def written() -> Made:
+    torch.manual_seed(0)
+    x, y = torch.randn(19, 6).double(), torch.arange(19) % 6
+    return Written(6).double(), x, y, nn.CrossEntropyLoss()
+
+
 class Looks(nn.Module):
     """What it does hangs on the values of its input: a mask without a 0, the longest row, rows."""
 
@@ -275,6 +298,7 @@ def looks() -> Made:
 
 
 MODELS = {
+    "written": written,
     "looks": looks,
     "keeps": keeps,
     "crosses": crosses,
@@ -395,7 +419,7 @@ class Strays(nn.Module):
             x[:, 0] -= 0.5
         elif self.what == "counts":
             self.calls += 1
-        hidden: Tensor = self.first(x)
+        hidden: Tensor = torch.vmap(self.first)(x) if self.what == "maps" else self.first(x)
         if self.what == "draws" and next(self.chances):
             hidden = torch.tanh(hidden)
         out: Tensor = self.second(hidden.sum(1, keepdim=True).expand(-1, 3))
@@ -409,7 +433,7 @@ def refused(model: str, options: dict[str, Any]) -> str:
         "small": nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)),
         "branches": Branches(),
         "keeps": Keeps(3),
-        **{what: Strays(what) for what in ("writes", "counts", "draws")},
+        **{what: Strays(what) for what in ("writes", "counts", "draws", "maps")},
     }
     strategy = sp.strategy("pipeline", **options)
     try:

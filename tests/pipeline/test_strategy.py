@@ -44,6 +44,7 @@ CASES: list[Any] = [
     ("idles", "SGD", 3, {"split": ["1", "3"], "schedule": "zero_bubble", "microbatches": 2}),
     ("functions", "SGD", 2, {"split": ["b"]}),
     ("looks", "Adam", 2, {}),
+    ("written", "SGD", 3, {"split": ["b", "c"]}),
     ("gpt again", "Adam", 2, {"schedule": "zero_bubble"}),
     pytest.param(
         *("gpt again", "SGD", 4, {"split": ["blocks.0.mlp_norm", "blocks.1", "blocks.3"]}),
@@ -106,6 +107,7 @@ def test_ten_steps_are_those_of_plain_torch(
         ("small", 2, {"split": ["0"]}, "each stage needs operations"),
         ("writes", 2, {}, r"sub_\(\) changes its input in place|__setitem__\(\) changes its input"),
         ("counts", 2, {}, "each forward pass changes 'calls' of the model"),
+        ("maps", 2, {}, r"'first' calls linear\(\) inside of torch.vmap"),
         ("draws", 2, {}, "came to .* where an equal batch did something else"),
         ("keeps", 2, {"split": ["first"]}, "the buffer 'calls', which the forward pass changes"),
     ],

@@ -279,6 +279,36 @@ def test_what_cannot_be_is_refused_before_the_first_step(
         assert text in found
 
 
+class Mapped(nn.Module):
+    """It computes each row by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = torch.vmap(self.layer)(x)
+        return found
+
+
+def mapped() -> str:
+    with sp.MeshStrategy() as strategy:
+        net = Mapped()
+        strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+        data = sp.data.arrays(torch.zeros(4, 6), torch.zeros(4, 6)).batch(4)
+        try:
+            for batch in strategy.distribute(data):
+                strategy.step(batch, nn.MSELoss())
+        except sp.UserError as error:
+            return str(error)
+    return ""
+
+
+def test_a_transform_of_functions_is_refused_where_tensors_are_cut(replicas: Replicas) -> None:
+    for found in replicas(mapped, 2):
+        assert "linear() of a sharded tensor inside of torch.vmap" in found
+
+
 def test_an_optimizer_that_looks_at_whole_parameters_is_refused(replicas: Replicas) -> None:
     for found in replicas(refused, 2, {}, mlp, "Adafactor"):
         assert "Adafactor may look at whole parameters" in found

@@ -102,6 +102,13 @@ class Sharded(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if is_transformed():
+            raise UserError(
+                f"{getattr(func, '__name__', func)}() of a sharded tensor inside of torch.vmap, or "
+                "another transform of torch.func",
+                "Compute the rows at once without it, or replicate the parameters of that module "
+                "(names={path: ()}).",
+            )
         for each in args:
             if type(each) is Sharded and (each.is_spoilt or not each.local.requires_grad):
                 if each.is_spoilt and func is not Tensor.__setitem__:
@@ -355,6 +362,11 @@ def fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from spartito.mesh.rules.whole import compute_whole
 
     return compute_whole(func, args, kwargs)
+
+
+def is_transformed() -> bool:
+    """Whether the code that runs is inside of a transform of `torch.func`, as vmap."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def at() -> str:

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from spartito.engine.keyed_draws import Draws, Recording
 from spartito.errors import UserError
 from spartito.mesh.functions import taking
-from spartito.mesh.sharded_tensor import Sharded, as_it_is, here_of
+from spartito.mesh.sharded_tensor import Sharded, as_it_is, here_of, is_transformed
 from spartito.mesh.showing_modules import inside
 from spartito.pipeline.kept_state import differing, held_by, untouched
 from spartito.pipeline.microbatches import each_tensor
@@ -47,7 +47,7 @@ _PLAIN = (bool, int, float, str, torch.Size, torch.dtype, torch.device, torch.la
 
 
 _NORMS = {F.batch_norm: 1, F.instance_norm: 1, torch.batch_norm: 3, torch.instance_norm: 3}
-"""Norms with running statistics, and the place of the first one among their arguments."""
+"""Norms with running statistics, and the position of the first of these among their arguments."""
 _NOT_IN_PLACE = {"__invert__", "__index__", "__int__", "__iter__"}
 
 
@@ -299,6 +299,13 @@ class _Recorder(TorchFunctionMode):
             return tell(func, args, program.device)
         if is_of_torch(func):
             return func(*args)
+        if is_transformed():
+            raise UserError(
+                f"a pipeline cannot split the model: {self._inside[-1]!r} calls "
+                f"{getattr(func, '__name__', func)}() inside of torch.vmap, or another transform "
+                "of torch.func",
+                "Compute the rows at once without it, or choose mirrored or sharded.",
+            )
         index, drawn = len(program.functions), len(self.recording.made)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         own = [here_of(leaf) for leaf in given]
@@ -349,10 +356,10 @@ class _Recorder(TorchFunctionMode):
     def _note_changes(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
         """Note the buffers that an operation changes; the one that it returns, if it is one."""
         changed = [args[0]] if args and changes_first(func) else []
-        if (place := _NORMS.get(func)) is not None:
+        if (position := _NORMS.get(func)) is not None:
             given = kwargs.get("training", kwargs.get("use_input_stats", func is F.instance_norm))
             if args[5] if len(args) > 5 else given:
-                own = args[place : place + 2]
+                own = args[position : position + 2]
                 changed = [*own, kwargs.get("running_mean"), kwargs.get("running_var")]
         for each in changed:
             if not isinstance(each, Tensor):

@@ -60,16 +60,20 @@ class Passed:
         """Add to the gradients of the parameters.
 
         Args:
-            roots: The tensors whose gradients are known: those sent that learn, or the loss.
+            roots: The tensors whose gradients are known: those sent that learn, or the loss. Of one
+                that learns only behind this stage, as it is written into there, nothing came here.
             gradients: Their gradients.
 
         Returns:
             The gradients of what came and learns.
         """
-        if roots:
+        both = zip(roots, gradients, strict=True)
+        known = [(root, gradient) for root, gradient in both if root.requires_grad]
+        if known:
+            learning, came = map(list, zip(*known, strict=True))
             try:
                 with nullcontext() if self.context is None else _drawing_again(self.context):
-                    torch.autograd.backward(roots, gradients)
+                    torch.autograd.backward(learning, came)
             except RuntimeError as error:
                 if "meta" not in str(error):
                     raise

@@ -91,7 +91,8 @@ def divided(options: Mapping[str, Any], *kinds: type) -> list[dict[str, Any]]:
     }
     for name in options:
         if name not in known:
-            raise UserError(f"sp.launch has no option {name!r}", nearest(name, known))
+            servers = "Parameter servers are ps=1, or more." if "server" in name else ""
+            raise UserError(f"sp.launch has no option {name!r}", servers or nearest(name, known))
     given = {
         name: Path(value) if "Path" in str(known[name].type) else value
         for name, value in options.items()

@@ -86,7 +86,8 @@ class PulledValues:
 
 def _sum(tensor: Tensor) -> Tensor:
     """The sum of the values' bits, as whole numbers."""
-    flat = tensor.detach().contiguous().view(-1)
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    flat = plain.detach().contiguous().view(-1)
     return flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64)
 
 
