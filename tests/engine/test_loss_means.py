@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from spartito.data.batch import Batch
+from spartito.engine.autograd_graph import compares_rows
 from spartito.engine.loss import WeightedLoss, look, look_at_own, weigh
 from spartito.engine.loss_halves import Comparisons
 from spartito.engine.loss_means import COMPARES, NORMALIZED, NOT_A_MEAN, SEVERAL, divisor
@@ -49,6 +51,41 @@ def test_looking_leaves_gradients_as_they_were() -> None:
             found = look(beside_a_teacher, scores(), batch(scores(), labels()))
             assert torch.is_grad_enabled() is enabled
         assert found.weight == kept
+
+
+def of_each(found: list[Tensor]) -> Tensor:
+    return torch.stack(found).mean()
+
+
+OWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "view": lambda o, y: ce(o.view(-1, CLASSES), y.reshape(-1)),
+    "flat": lambda o, y: ce(o.flatten(0, 1), y.flatten()),
+    "shifted": lambda o, y: ce(o[:, :-1].reshape(-1, CLASSES), y[:, 1:].reshape(-1)),
+    "loop": lambda o, y: of_each([ce(o[i], y[i]) for i in range(len(o))]),
+    "rows": lambda o, y: of_each([ce(a, b) for a, b in zip(o, y, strict=True)]),
+    "unbound": lambda o, y: of_each([ce(a, b) for a, b in zip(o.unbind(), y, strict=True)]),
+    "chosen": lambda o, y: of_each([ce(o.select(0, i), y[i]) for i in range(len(o))]),
+    "cut": lambda o, y: of_each([ce(o[i : i + 1].flatten(0, 1), y[i]) for i in range(len(o))]),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("form", OWN)
+def test_a_models_loss_weighs_the_same_with_and_without_gradients(form: str, size: int) -> None:
+    """Also that of one example, where a view of all scores is as large as those of one."""
+
+    class Model(nn.Module):
+        def forward(self, o: Tensor, y: Tensor) -> Tensor:
+            return OWN[form](o * 1.0, y)
+
+    given = Batch((scores()[:size], labels()[:size]), size, size, torch.arange(size), 0, 0)
+    with torch.no_grad():
+        _, found = look_at_own(Model(), given)
+    _, right = look_at_own(Model(), given, from_first=True)
+    kept = (labels()[:size, 1:] if form == "shifted" else labels()[:size]) != -100
+    by_example = form in ("loop", "rows", "unbound", "chosen", "cut")
+    assert found.weight == right.weight == (size if by_example else float(kept.sum()))
+    assert found.value.item() == pytest.approx(right.value.item(), rel=1e-12)
 
 
 class Own(nn.Module):
@@ -226,3 +263,23 @@ def test_a_loss_that_compares_examples_is_seen_after_many_that_do_not() -> None:
         assert divisor(ce(o, labels()[:, 0]), SIZE) is None
     found = [divisor(ce(o @ o.T, torch.arange(SIZE)), SIZE) for _ in range(17)]
     assert [each.doubt for each in found if each is not None] == [COMPARES]
+
+
+class _Along(torch.autograd.Function):
+    """Has the name of what a mesh does with a weight that is cut for a product alone."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_product_with_a_weight_that_a_mesh_cuts_compares_no_examples(cut: bool) -> None:
+    rows, weight = scores()[:, 0], nn.Parameter(torch.ones(3, CLASSES, dtype=torch.float64))
+    given = _Along.apply(weight) if cut else weight  # type: ignore[no-untyped-call]
+    assert not compares_rows([(rows @ given.T).grad_fn], SIZE)
+    assert compares_rows([(rows @ scores(2)[:, 0].T).grad_fn], SIZE)

@@ -91,7 +91,7 @@ _OVER_DIMS = kinds(
 _SUMS = kinds("Mean Nansum Sum")
 _PRODUCTS = kinds("Cdist Dot EuclideanDist Mm")
 
-_OF_PARAMETERS = kinds(
+_OF_PARAMETERS = _OF_MESHES | kinds(
     "Abs Add Cat Clamp ClampMin Clone Div Exp LinalgVectorNorm Log Mean Mm Mul Neg Norm "
     "Permute Pow Relu ReshapeAlias Rsub Select Sigmoid Softplus Sqrt Square Squeeze Stack Sub "
     "Sum T ToCopy Transpose Unsqueeze View"

@@ -26,11 +26,14 @@ class BeginAtLosses(TorchFunctionMode):
         super().__init__()
         self._size = size
         self._had_gradients = torch.is_grad_enabled()
+        self._picked_from: list[Tensor] = []  # kept, so that no other tensor gets their memory
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
+        if self._size == 1 and picks_first(func, args):
+            self._picked_from.append(args[0])
         if func not in _LOSSES or not args or named.get("reduction") == "none":
             return func(*args, **named)
         if not self._had_gradients and not torch.is_grad_enabled():
@@ -49,11 +52,31 @@ class BeginAtLosses(TorchFunctionMode):
         base = scores._base
         if base is None or not base.dim() or base.shape[0] % max(self._size, 1):
             return False
+        if self._size == 1:  # where a view of all has as many elements
+            return any(each is base or each._base is base for each in self._picked_from)
         return scores.numel() * self._size == base.numel()
 
     def __exit__(self, *error: Any) -> None:
         torch.set_grad_enabled(self._had_gradients)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+
+_PICKS = {Tensor.__getitem__, Tensor.select, torch.select, Tensor.narrow, torch.narrow}
+_ALL_PICKS = {Tensor.unbind, torch.unbind, Tensor.__iter__}
+
+
+def picks_first(func: Any, args: Any) -> bool:
+    """Whether an operation picks some along the first dim of a tensor, where the examples are."""
+    if not args or not isinstance(args[0], Tensor):
+        return False
+    if func in _ALL_PICKS:
+        return len(args) == 1 or args[1] == 0
+    if func not in _PICKS:
+        return False
+    first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+    if func is not Tensor.__getitem__:
+        return bool(first == 0)
+    return isinstance(first, int) or (isinstance(first, slice) and first != slice(None))
 
 
 _LOSSES = frozenset((functional.cross_entropy, functional.nll_loss))
