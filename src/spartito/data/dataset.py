@@ -41,6 +41,7 @@ from spartito.data.source import (
 )
 from spartito.data.transforms import RandomTransform
 from spartito.errors import UserError
+from spartito.notes import warn
 from spartito.numeric import is_whole
 
 Transform = Callable[..., Any] | RandomTransform
@@ -429,6 +430,12 @@ def as_dataset(data: Any, batch_size: int | None = 32) -> Dataset:
     elif isinstance(data, IterableDataset):
         dataset = Dataset(ExampleStream(data))
     elif isinstance(data, Source) and not isinstance(data, str | bytes):
+        if isinstance(data, list) and data and _has_rows(data[0]):
+            warn(
+                "a list is taken as examples, here %d; if they are batches, give "
+                "DataLoader(batches, batch_size=None)",
+                len(data),
+            )
         dataset = Dataset(data)
     elif isinstance(data, Iterable) and not isinstance(data, str | bytes | Batch):
         dataset = Dataset(BatchStream(data))
@@ -440,6 +447,15 @@ def as_dataset(data: Any, batch_size: int | None = 32) -> Dataset:
     if batch_size is None or dataset.batched or isinstance(dataset.source, BatchStream | PerWorker):
         return dataset
     return dataset.batch(batch_size)
+
+
+def _has_rows(item: Any) -> bool:
+    """Whether all parts of an item begin with the same number of rows, as those of a batch do."""
+    parts = item.values() if isinstance(item, Mapping) else item
+    if not isinstance(item, Mapping | tuple | list) or len(parts) < 2:
+        return False
+    heads = {tuple(getattr(part, "shape", ()))[:1] for part in parts}
+    return len(heads) == 1 and () not in heads and heads != {(1,)}
 
 
 def _from_table(table: Any) -> Dataset:

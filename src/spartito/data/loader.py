@@ -92,10 +92,11 @@ class Loader:
         if given is None:
             return UserError("the data set has no examples")
         return UserError(
-            f"the {type(given).__name__} that was given as data is used up: nothing for another "
-            f"pass (the {self._pass + 1}.)",
-            "Give what can be iterated again: arrays, a list, a DataLoader, an object with "
-            "__iter__, or sp.data.per_worker(function).",
+            f"the {type(given).__name__} that was given as data is used up: nothing for pass "
+            f"{self._pass + 1}",
+            "Give what can be iterated again: arrays, a DataLoader (of a list of batches: "
+            "DataLoader(batches, batch_size=None)), an object with __iter__, or "
+            "sp.data.per_worker(function).",
         )
 
     @property

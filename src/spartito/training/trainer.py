@@ -547,7 +547,8 @@ class Trainer:
 
         Raises:
             UserError: On all replicas, when it cannot be written; for an asynchronous one it comes
-                from the call that waits.
+                from the call that waits. Under `parameter_server` the chief alone writes, and
+                raises: workers do not wait for it.
         """
         if is_remote(str(path)) and not local_path(str(path)):
             stored = StoredCheckpoint(str(path))
@@ -576,7 +577,8 @@ class Trainer:
             The file, which has the names that the model itself has, under any strategy.
 
         Raises:
-            UserError: On all replicas, when it cannot be written.
+            UserError: On all replicas, when it cannot be written. Under `parameter_server` the
+                chief alone writes, and raises: workers do not wait for it.
         """
         return save_weights(self, path)
 

@@ -54,7 +54,9 @@ def _sentences(lost: Mapping[Path, Destination], step: int) -> Iterable[str]:
     for path, one in lost.items():
         times = "the last checkpoint" if one.refused == 1 else f"the last {one.refused} checkpoints"
         newest = (
-            "none was written" if one.written is None else f"the newest is of step {one.written}"
+            "none was written to its end"
+            if one.written is None
+            else f"the newest is of step {one.written}"
         )
         yield f"{times} of {step} steps could not be written into {path}, where {newest}: {one.why}"
 

@@ -99,7 +99,7 @@ def ended_note(run: Figures) -> str:
         return f"{VERBS[run.ended.state]}: {last_line(run.ended.reason)}"
     if run.ended.stopped_after is not None:
         trained, told = run.ended.stopped_after
-        return f"was stopped by a callback after {trained} of {told} epochs"
+        return f"was stopped (by a callback, or max_steps) after {trained} of {told} epochs"
     return ""
 
 
