@@ -294,12 +294,12 @@ def test_a_stream_that_ends_for_good() -> None:
 
 
 def test_a_list_of_what_looks_like_batches_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """It is read as examples: a loader without a batch size of its own takes batches as they are."""
+    """It is read as examples; a loader without a batch size takes batches as they are."""
     batches = [(torch.zeros(5, 6), torch.zeros(5)) for _ in range(8)]
     assert next(iter(Loader(as_dataset(batches)))).x.shape == (8, 5, 6)
     assert "a list is taken as examples, here 8" in caplog.text
     caplog.clear()
-    plain = torch.utils.data.DataLoader(batches, batch_size=None)
+    plain: Any = torch.utils.data.DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
     assert [batch.x.shape for batch in Loader(as_dataset(plain))] == [(5, 6)] * 8
     for examples in (
         [(torch.zeros(6), torch.tensor(1))] * 8,

@@ -457,6 +457,7 @@ def scale_of(weight: float, loss_divisor: float) -> float:
 def left() -> UserError:
     """The error of a call of tasks that have left each other."""
     return UserError(
-        "this task has left the others, whom it needs for that: strategy.close() was called",
+        "this task has left the others, whom it needs for that: strategy.close() was called, or an "
+        "error ended what they did together",
         "Compute, save and ask for state_dict() before that, on all tasks.",
     )
