@@ -32,6 +32,25 @@ class Reporting(nn.Module):
         return found
 
 
+class ReportingLate(nn.Module):
+    """Reports one number of its input, of which it looks at some, and one of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: Any = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        log("mean", x.mean())
+        found: Tensor = self.layers(x * 1.0 if x[0, 0] > 0 else x)
+        log("late", found.square().mean())
+        return found
+
+
+def late_loss(output: Tensor, target: Tensor) -> Tensor:
+    log("label", target.double().mean())
+    return nn.functional.cross_entropy(output, target)
+
+
 def loss(output: Tensor, target: Tensor) -> Tensor:
     """Reports how many targets are not 0, per target, and what the classes weigh."""
     log("label", target.double())
@@ -45,13 +64,15 @@ class Counts(sp.Callback):
 
 
 @warns("every=")
-def report(name: str, options: dict[str, Any], in_model: bool = True) -> dict[str, Any]:
+def report(
+    name: str, options: dict[str, Any], in_model: bool = True, late: bool = False
+) -> dict[str, Any]:
     """The history of a training with figures of its own, and an evaluation."""
     strategy = make_strategy(name, **options)
-    net = Reporting() if in_model else mlp()
+    net = ReportingLate() if late else Reporting() if in_model else mlp()
     trainer = sp.Trainer(
-        net, optimizer=lambda p: torch.optim.SGD(p, 1e-12), loss=loss, metrics=["accuracy"],
-        strategy=strategy,
+        net, optimizer=lambda p: torch.optim.SGD(p, 1e-12), loss=late_loss if late else loss,
+        metrics=["accuracy"], strategy=strategy,
     )  # fmt: skip
     x, y = blobs(50)
     history = trainer.fit(

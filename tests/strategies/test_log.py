@@ -167,6 +167,17 @@ def test_a_pipeline_counts_what_its_last_stage_reports(replicas: Replicas) -> No
     assert any("not the last" in str(each) for each in outcomes)
 
 
+@each_of([("one_device", 1, {}), ("mirrored", 2, {}), ("pipeline", 2, {"microbatches": 3})])
+def test_one_number_counts_as_the_rows_that_it_is_of(replicas: Replicas, case: Case) -> None:
+    """Those of a microbatch under a pipeline, whose last stage reports what it sees."""
+    found = run(replicas, case, log_jobs.report, late=True)
+    x, _ = blobs(50)
+    late = mlp()(x).square().mean().item()
+    for key, value in {**expected(50), "late": late}.items():
+        if key in ("mean", "label", "late"):
+            assert found["history"][key] == pytest.approx([value] * 2, abs=EXACT)
+
+
 def test_what_cannot_be_reported_is_refused() -> None:
     logged = Logged({"accuracy"})
     one = torch.ones(())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeAlias
 
 from torch import Tensor
@@ -53,3 +53,29 @@ def listening(listener: Listener | None) -> Iterator[None]:
         yield
     finally:
         _listener = before
+
+
+def hearing(around: Callable[[Listener], Listener]) -> AbstractContextManager[None]:
+    """A block in which another listener stands before the present one, if there is one.
+
+    Args:
+        around: Makes it of that.
+    """
+    return listening(None if _listener is None else around(_listener))
+
+
+def of_rows(size: int) -> AbstractContextManager[None]:
+    """A block whose reports are of so many examples, which are a part of a batch.
+
+    Args:
+        size: Of these a number is the mean.
+    """
+
+    def around(listener: Listener) -> Listener:
+        def take(name: str, value: Tensor | float, count: Tensor | float | None) -> None:
+            has_rows = isinstance(value, Tensor) and value.ndim
+            listener(name, value, size if count is None and not has_rows else count)
+
+        return take
+
+    return hearing(around)

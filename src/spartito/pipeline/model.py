@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
 from spartito.engine.gradients import same
+from spartito.engine.logged import listening
 from spartito.engine.optimizers import DIVIDED
 from spartito.errors import UserError
 from spartito.mesh.showing_modules import saving
@@ -72,7 +73,8 @@ class PipedModel:
         program = record(self.model, call, self.device)
         if isinstance(split, str):
             there = not any(parameter.is_meta for parameter in self.model.parameters())
-            starts = balanced(program, self.model, self.stages, call if there else None)
+            with listening(None):  # of trials
+                starts = balanced(program, self.model, self.stages, call if there else None)
         else:
             starts = named(program, self.model, split, self.stages)
         cut = Cut(program, tuple(start.index(program) for start in starts))

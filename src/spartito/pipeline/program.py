@@ -29,6 +29,7 @@ from torch.utils import checkpoint as regions
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spartito.engine.keyed_draws import Draws, Recording
+from spartito.engine.logged import listening
 from spartito.errors import UserError
 from spartito.mesh.functions import taking
 from spartito.mesh.sharded_tensor import Sharded, as_it_is, here_of, is_transformed
@@ -231,7 +232,14 @@ def _recorded(
     before = _buffers_of(model)
     empty = {name for name, buffer in before.items() if buffer.is_meta}
     with untouched(model):
-        with mode.watching(), Recording() as mode.recording, inside(), taking(unchanged), mode:
+        with (
+            mode.watching(),
+            Recording() as mode.recording,
+            listening(None),
+            inside(),
+            taking(unchanged),
+            mode,
+        ):
             output = call()
         for name, buffer in _buffers_of(model).items():
             if buffer.is_meta and name not in empty:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.utils.checkpoint as regions
 
+from spartito.engine.logged import listening
 from spartito.mesh.functions import taking
 from spartito.mesh.showing_modules import inside
 from spartito.pipeline.replay import Replay
@@ -59,5 +60,5 @@ def _also(given: Contexts, replay: Replay) -> Contexts:
 
 @contextmanager
 def _both(second: AbstractContextManager[Any], replay: Replay) -> Iterator[None]:
-    with second, passing(replay):
+    with second, listening(None), passing(replay):  # it has reported its figures
         yield

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
@@ -93,6 +94,15 @@ class Replay(TorchFunctionMode):
         if index in self._wanted:
             self._keep(program.results[index], out)
         return out
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A block whose operations are not the model's."""
+        before, self._over = self._over, True
+        try:
+            yield
+        finally:
+            self._over = before
 
     def again(self, index: int) -> Replay:
         """The same pass from the operation ``index`` on, of which nothing is kept for others."""

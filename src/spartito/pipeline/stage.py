@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from spartito.engine.logged import Listener, hearing, listening
 from spartito.engine.randomness import replaying
 from spartito.engine.step_context import StepContext, within
 from spartito.errors import UserError
@@ -179,8 +181,10 @@ def run(
     instead = _putting_off(passed.todo) if later else None
     skip = None if keys is None else keys.skip
     replay = Replay(program, begin, end, known, wanted, cut.swaps(stage), skip, instead)
+    reports = hearing(partial(_heard, replay)) if stage == cut.stages - 1 else listening(None)
+    drawing = nullcontext() if passed.context is None else within(passed.context)
     try:
-        with nullcontext() if passed.context is None else within(passed.context), passing(replay):
+        with reports, drawing, passing(replay):
             output = call()
     except Reached:
         output = None
@@ -188,6 +192,22 @@ def run(
         passed.output = all_whole(each_tensor(output, replay.swap))
     passed.sent = [here_of(known[key]) for key in wanted]
     return passed
+
+
+def _heard(replay: Replay, listener: Listener) -> Listener:
+    """Takes what the last stage reports; values of earlier ones have come, or are refused."""
+
+    def take(name: str, value: Any, count: Any) -> None:
+        value, count = replay.swap(value), replay.swap(count)
+        if any(isinstance(each, Tensor) and each.is_meta for each in (value, count)):
+            raise UserError(
+                f"sp.log({name!r}, ...) of a value in a stage of a pipeline that is not the last",
+                "Report it in the last layers or in the loss, which one task sees of each batch.",
+            )
+        with replay.paused():
+            listener(name, value, count)
+
+    return take
 
 
 def _putting_off(todo: Todo) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from spartito.engine.batchnorm import takes_statistics as takes
 from spartito.engine.buffers import kept_buffers, listed
 from spartito.engine.host_reads import Number, added
 from spartito.engine.keyed_draws import Draws
+from spartito.engine.logged import of_rows
 from spartito.engine.loss import (
     LossFunction,
     WeightedLoss,
@@ -99,7 +100,8 @@ class StagePasses:
         def call() -> Any:
             looks = not has_loss and not torch.is_grad_enabled()
             begins = BeginAtLosses(part.size) if looks else nullcontext()
-            with _uncompiled(), autocast(pair.precision, self.device), begins:
+            reports = of_rows(part.size)
+            with _uncompiled(), autocast(pair.precision, self.device), begins, reports:
                 return forward(pair.model, part.data, has_loss)
 
         return call
@@ -223,7 +225,7 @@ class StagePasses:
     def _loss(self, loss: LossFunction | None, output: Any, part: Batch) -> WeightedLoss:
         is_exact = self.pair.randomness is not None
         trains = torch.is_grad_enabled()
-        with autocast(self.pair.precision, self.device):
+        with autocast(self.pair.precision, self.device), of_rows(part.size):
             if loss is not None and not trains:
                 found = look(loss, output, part)
             else:
