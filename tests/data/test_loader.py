@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, arrays, as_dataset, per_worker
-from spartito.data.loader import Loader
+from spartito.data.loader import Loader, check_divides
 from spartito.data.source import BatchStream, ExampleStream, InputContext
 from spartito.data.transforms import RandomTransform
 from spartito.errors import CorruptSampleError, UserError
@@ -377,7 +377,7 @@ def test_each_worker_makes_its_own() -> None:
 def test_loaders_that_cannot_be() -> None:
     three = arrays(torch.zeros(3, 1))
     with pytest.raises(UserError, match="a global batch of 2 for 3 replicas"):
-        Loader(three.batch(2), (0, 3))
+        check_divides(three.batch(2), 3)
     with pytest.raises(UserError, match="the data set has no examples"):
         Loader(arrays(torch.zeros(0, 1)).batch(2))
     with pytest.raises(UserError, match="3 examples are fewer than one batch of 4"):

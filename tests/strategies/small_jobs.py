@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,3 +123,25 @@ def by_trainer(
         return whole(strategy)
     finally:
         strategy.close()
+
+
+@warns(r"\d+ tensors stay whole", "the buffer")
+def by_single_rows(name: str, options: dict[str, Any], kind: str) -> dict[str, Any]:
+    """An evaluation and a prediction of batches of one row: most replicas have none."""
+    x, y = data(5)
+    with make_strategy(name, **options) as strategy:
+        trainer = sp.Trainer(
+            model(kind), optimizer=partial(torch.optim.SGD, lr=0.1), loss=nn.CrossEntropyLoss(),
+            metrics=["accuracy"], strategy=strategy,
+        )  # fmt: skip
+        figures = trainer.evaluate(sp.data.arrays(x, y).batch(1))
+        return {**figures, "output": trainer.predict(sp.data.arrays(x).batch(1))}
+
+
+def single_rows_by_torch(kind: str) -> dict[str, Any]:
+    net, (x, y) = model(kind).eval(), data(5)
+    with torch.no_grad():
+        output = net(x)
+    loss = nn.functional.cross_entropy(output, y)
+    accuracy = (output.argmax(1) == y).double().mean()
+    return {"loss": loss.item(), "accuracy": accuracy.item(), "output": output}

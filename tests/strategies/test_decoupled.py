@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import spartito as sp
 from spartito.cluster.recovery import Recovery
@@ -16,7 +17,7 @@ from tests.commands import cluster_of, tf_config
 from tests.replicas import Replicas
 from tests.strategies import decoupled_jobs, local_by_torch
 from tests.strategies import local_jobs as jobs
-from tests.strategies.jobs import CLASSES
+from tests.strategies.jobs import CLASSES, make_strategy, mlp
 from tests.strategies.ps_jobs import Asked
 from tests.strategies.ps_processes import Job, job
 from tests.strategies.test_contracts import close, run
@@ -315,3 +316,17 @@ def test_what_it_cannot_do_is_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(sp.UserError, match=re.escape(message)):
         _ = sp.ParameterServerStrategy(**options).engine
+
+
+def nothing_learns() -> str:
+    with make_strategy("parameter_server", groups=2, quorum=2, every=2) as strategy:
+        try:
+            sp.Trainer(mlp(), loss=torch.nn.CrossEntropyLoss(), strategy=strategy)
+        except sp.UserError as error:
+            return str(error)
+    return ""
+
+
+def test_groups_without_an_optimizer_are_refused(replicas: Replicas) -> None:
+    for found in replicas(nothing_learns, 2, servers=1):
+        assert "an optimizer without parameters" in found

@@ -7,7 +7,17 @@ import torch
 
 from tests.replicas import ReplicaError, Replicas
 from tests.strategies import small_jobs as jobs
-from tests.strategies.test_contracts import CASES, LOOPS, Case, agree, close, crossed, run, servers
+from tests.strategies.test_contracts import (
+    CASES,
+    LOOPS,
+    Case,
+    agree,
+    close,
+    crossed,
+    each_of,
+    run,
+    servers,
+)  # fmt: skip
 
 THREE: Case = ("mirrored", 3, {})
 SERVERS: Case = ("parameter_server", 3, {})
@@ -76,3 +86,12 @@ def test_no_replica_gets_one_row_to_normalize_over(
 def test_one_row_in_all_is_refused_as_on_one_device(replicas: Replicas, case: Case) -> None:
     with pytest.raises(ReplicaError, match="Expected more than 1 value per channel"):
         run(replicas, case, jobs.by_trainer, kind="view", examples=13, batch=6)
+
+
+@each_of(CASES)
+def test_evaluations_and_predictions_may_have_fewer_rows_than_replicas(
+    replicas: Replicas, case: Case
+) -> None:
+    found = run(replicas, case, jobs.by_single_rows, kind="view")
+    expected = jobs.single_rows_by_torch("view")
+    close({name: found[name] for name in expected}, expected)

@@ -40,6 +40,20 @@ class Feed(Protocol):
         ...
 
 
+def check_divides(dataset: Dataset, replicas: int) -> None:
+    """Refuse batches of which some replicas would never train with a row.
+
+    Args:
+        dataset: Whose global batches are divided.
+        replicas: Among so many.
+    """
+    if dataset.batch_size is not None and dataset.batch_size < replicas:
+        raise UserError(
+            f"a global batch of {dataset.batch_size} for {replicas} replicas",
+            "The global batch is divided among the replicas: each needs at least one example.",
+        )
+
+
 class Loader:
     """Iterates over one epoch of a data set at a time; the next iteration is the next epoch.
 
@@ -56,17 +70,11 @@ class Loader:
         seed: int = 0,
         placing: Placing = HOST,
     ) -> None:
-        size = dataset.batch_size
-        if size is not None and size < shard[1]:
-            raise UserError(
-                f"a global batch of {size} for {shard[1]} replicas",
-                "The global batch is divided among the replicas: each needs at least one example.",
-            )
         if dataset.examples == 0:
             raise UserError("the data set has no examples")
         if dataset.steps_per_pass == 0:
             raise UserError(
-                f"{dataset.examples} examples are fewer than one batch of {size}",
+                f"{dataset.examples} examples are fewer than one batch of {dataset.batch_size}",
                 "Choose a smaller batch, or keep the remainder.",
             )
         self.dataset = dataset

@@ -27,7 +27,7 @@ from spartito.cluster.spec import NO_RANK, ClusterSpec, Task
 from spartito.collectives.process_group import works_there
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
-from spartito.data.loader import Loader
+from spartito.data.loader import Loader, check_divides
 from spartito.data.placing import Placing
 from spartito.data.source import PerWorker
 from spartito.engine.batchnorm import (
@@ -248,6 +248,7 @@ class Step:
         chain: Dataset = as_dataset(dataset)
         chain = self._divisible(chain, shard[1]) if training else chain
         if training:
+            check_divides(chain, shard[1])
             chain = team.outer.divided(chain, team.pairs.in_use)
         placing = Placing(team.device)
         loader, group = Loader(chain, shard, order, placing), team.groups.data

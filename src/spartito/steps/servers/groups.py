@@ -77,6 +77,11 @@ class Apart:
     def optimizer(self, own: Optimizer) -> Optimizer:
         """The servers' optimizer, of the parameters that a group's ``own`` has."""
         parameters = [p for group in own.param_groups for p in group["params"]]
+        if not parameters:
+            raise UserError(
+                "groups over parameter servers, and an optimizer without parameters",
+                "Give the Trainer an optimizer; to evaluate or to predict alone choose mirrored.",
+            )
         return make_outer(choose(self.outer), parameters)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
-from spartito.data.loader import Loader, used_up
+from spartito.data.loader import Loader, check_divides, used_up
 from spartito.data.placing import Placing
 from spartito.data.source import PerWorker, Source
 from spartito.engine.denormals import Denormals
@@ -107,7 +107,8 @@ class Leased(Distributed):
         self._placing = Placing(computer.device)
         self._coordination = computer.coordination
         slices = self._coordination.shards
-        Loader(chain, (0, computer.num_replicas), seed)  # refuses what cannot be divided
+        check_divides(chain, computer.num_replicas)
+        Loader(chain, (0, computer.num_replicas), seed)  # refuses what has no batch
         kind = IndexedReader if isinstance(chain.source, Source) else StreamReader
         self._reader: Reader = kind(chain, slices, seed, self._coordination.member)
         self._start = (0, 0)
