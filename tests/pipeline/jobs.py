@@ -448,6 +448,23 @@ def refused(model: str, options: dict[str, Any]) -> str:
     return ""
 
 
+def called() -> tuple[bool, str]:
+    """Whether a model computes by itself before a step, and what it says behind it."""
+    net, x, y, loss = mlp()
+    strategy = sp.strategy("pipeline", microbatches=2)
+    try:
+        strategy.prepare(net, lambda parameters: torch.optim.SGD(parameters, 0.1))
+        is_whole = net(x).shape == (19, 3)
+        for batch in strategy.distribute(sp.data.arrays(x, y).batch(19)):
+            strategy.step(batch, loss)
+        net(x)
+    except SpartitoError as error:
+        return is_whole, str(error)
+    finally:
+        strategy.close()
+    return is_whole, ""
+
+
 def owned() -> list[str]:
     """The errors of the parts of a step."""
     strategy = sp.strategy("pipeline")

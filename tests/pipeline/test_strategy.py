@@ -119,6 +119,12 @@ def test_what_cannot_be_split_is_refused_on_all_tasks(
         assert re.search(text, error), error
 
 
+def test_a_model_of_which_each_task_has_a_part_is_not_called_by_itself(replicas: Replicas) -> None:
+    for is_whole, said in replicas(jobs.called, 2):
+        assert is_whole
+        assert "Sequential was called by itself under pipeline" in said
+
+
 def test_the_parts_of_a_step_are_refused(replicas: Replicas) -> None:
     for errors in replicas(jobs.owned, 2):
         assert errors == [

@@ -70,6 +70,11 @@ def inside() -> Iterator[None]:
         _inside -= 1
 
 
+def is_inside() -> bool:
+    """Whether a forward pass of ours runs."""
+    return _inside > 0
+
+
 _saves = False
 
 

@@ -16,7 +16,7 @@ from spartito.engine.gradients import same
 from spartito.engine.logged import listening
 from spartito.engine.optimizers import DIVIDED
 from spartito.errors import UserError
-from spartito.mesh.showing_modules import saving
+from spartito.mesh.showing_modules import is_inside, saving
 from spartito.pipeline.branches import goes
 from spartito.pipeline.cut import Cut
 from spartito.pipeline.program import record
@@ -111,6 +111,8 @@ class PipedModel:
                 module._init_flat_weights()
         for module in self.model.modules() if len(self.own) < self.stages else ():
             vars(module)[DIVIDED] = True
+        if len(self.own) < self.stages:
+            self.model.register_forward_pre_hook(_refuse_alone)
         self._buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
         self.model._register_state_dict_hook(self._leave_out)
         self._here = dict(self.model.named_parameters())
@@ -234,3 +236,14 @@ class PipedModel:
                     "split=[...].",
                 )
         return cut
+
+
+def _refuse_alone(model: nn.Module, _: Any) -> None:
+    """A call of a script's own would compute with what other tasks have."""
+    if not is_inside():
+        raise UserError(
+            f"{type(model).__name__} was called by itself under pipeline, where each task has a "
+            "part of it",
+            "Call trainer.predict(data) on all tasks; or trainer.save_weights(path) on all, and "
+            "sp.load_model(path, model) in a script of one task.",
+        )
