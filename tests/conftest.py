@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 from spartito.wire import ports  # noqa: E402
 from tests import (  # noqa: E402
+    at_night,
     commands,
     costs,
     simulated,
@@ -27,7 +28,6 @@ from tests import (  # noqa: E402
     stacks,
     workers,
 )
-from tests.at_night import is_at_night  # noqa: E402
 from tests.replicas import Replicas  # noqa: E402
 
 # A test waits for its turn on a busy machine.
@@ -82,7 +82,7 @@ def pytest_unconfigure() -> None:
     known_state.end()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes long first, so that in the end no worker is left alone with it.
 
     Clusters have twice the time: their engines have limits of their own, and no core to spare.
@@ -95,6 +95,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return not is_long and not item.path.stem.endswith("_integration"), not starts
 
     items.sort(key=order)
+    unused = set(at_night.PATTERNS)
     for item in items:
         if workers.kind_of(item) == workers.CLUSTERS and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(CLUSTER_SECONDS))
@@ -104,10 +105,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "[spartito chaos " in item.nodeid:
             item.add_marker(skips.on_linux)
         name = item.nodeid.removeprefix("tests/")
-        if is_at_night(name, item.get_closest_marker("slow") is not None):
+        if pattern := at_night.pattern_of(name, item.get_closest_marker("slow") is not None):
             item.add_marker(pytest.mark.night)
+            unused.discard(pattern)
         if costs.is_dear(item.nodeid):
             item.add_marker(pytest.mark.slow)
+    if unused and config.args == config.getini("testpaths"):  # all were found
+        raise pytest.UsageError(f"tests/at_night.py has patterns that no test fits: {unused}")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

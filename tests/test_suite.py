@@ -199,7 +199,8 @@ def test_what_runs_at_night_is_there(pattern: str) -> None:
     path, _, name = pattern.removesuffix(" (slow)").partition("::")
     function = re.split(r"[*\[]", name)[0] or "test_"
     assert f"def {function}" in (Path(__file__).parent / path).read_text()
-    assert at_night.is_at_night(f"{path}::{name.replace('[[]', '[').replace('*', 'any')}", True)
+    example = f"{path}::{name.replace('[[]', '[').replace('*', 'any')}"
+    assert at_night.pattern_of(example, is_slow=True)
 
 
 def test_what_is_too_dear_for_the_quick_tests_is_there() -> None:
