@@ -177,7 +177,8 @@ class Callback:
             batch: The number of the last global batch of the epoch that is done, from 0.
             logs: The figures of the epoch so far, computed when they are looked at. It is the
                 same object after every step: to keep the figures of this one, keep a copy,
-                ``dict(logs)``.
+                ``dict(logs)``. Batches that are accumulated count with their update: before the
+                first one of a training ``loss`` is NaN.
         """
 
     def on_test_begin(self) -> None:

@@ -16,7 +16,7 @@ def test_it_stops_at_the_step(trainer: Any, caplog: pytest.LogCaptureFixture, va
     assert trainer.fit(TerminateOnNaN(), epochs=EPOCHS, losses=[1.0, value, 1.0, 1.0]) == 1
     assert trainer.step == 2
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
-        f"the loss is {value} at step 2: training stops"
+        f"the loss is {value} at step 1: training stops"
     ]
 
 

@@ -27,5 +27,5 @@ class TerminateOnNaN(Callback):
         self._seen = self.trainer.step
         loss = logs["loss"]
         if not math.isfinite(loss) and not self.trainer.stop_training:
-            warn("the loss is %s at step %d: training stops", loss, self.trainer.step)
+            warn("the loss is %s at step %d: training stops", loss, self.trainer.step - 1)
             self.trainer.stop_training = True
