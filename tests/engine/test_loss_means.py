@@ -65,6 +65,8 @@ OWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "rows": lambda o, y: of_each([ce(a, b) for a, b in zip(o, y, strict=True)]),
     "unbound": lambda o, y: of_each([ce(a, b) for a, b in zip(o.unbind(), y, strict=True)]),
     "chosen": lambda o, y: of_each([ce(o.select(0, i), y[i]) for i in range(len(o))]),
+    "named": lambda o, y: of_each([ce(o.select(dim=-3, index=i), y[i]) for i in range(len(o))]),
+    "last": lambda o, y: ce(o.unbind(dim=1)[1], y.select(dim=1, index=1)),
     "cut": lambda o, y: of_each([ce(o[i : i + 1].flatten(0, 1), y[i]) for i in range(len(o))]),
 }
 
@@ -82,8 +84,9 @@ def test_a_models_loss_weighs_the_same_with_and_without_gradients(form: str, siz
     with torch.no_grad():
         _, found = look_at_own(Model(), given)
     _, right = look_at_own(Model(), given, from_first=True)
-    kept = (labels()[:size, 1:] if form == "shifted" else labels()[:size]) != -100
-    by_example = form in ("loop", "rows", "unbound", "chosen", "cut")
+    where = {"shifted": slice(1, None), "last": slice(1, 2)}.get(form, slice(None))
+    kept = labels()[:size, where] != -100
+    by_example = form in ("loop", "rows", "unbound", "chosen", "named", "cut")
     assert found.weight == right.weight == (size if by_example else float(kept.sum()))
     assert found.value.item() == pytest.approx(right.value.item(), rel=1e-12)
 

@@ -147,7 +147,8 @@ def is_of_one(node: Node, size: int) -> bool:
         kind = kind_of(each)
         if kind in _PICKS:
             whole = shape_of(parents(each)[0])
-            return getattr(each, "_saved_dim", 0) == 0 and whole[:1] == (size,)
+            dim = signed(getattr(each, "_saved_dim", 0))
+            return dim in (0, -len(whole)) and whole[:1] == (size,)
         if kind not in SAME_ELEMENTS and kind not in ROWS:
             break
     return False

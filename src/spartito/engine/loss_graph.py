@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class BeginAtLosses(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        if self._size == 1 and picks_first(func, args):
+        if self._size == 1 and picks_first(func, args, named):
             self._picked_from.append(args[0])
         if func not in _LOSSES or not args or named.get("reduction") == "none":
             return func(*args, **named)
@@ -61,22 +62,21 @@ class BeginAtLosses(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
 
-_PICKS = {Tensor.__getitem__, Tensor.select, torch.select, Tensor.narrow, torch.narrow}
-_ALL_PICKS = {Tensor.unbind, torch.unbind, Tensor.__iter__}
+_PICKS = {
+    Tensor.select, torch.select, Tensor.narrow, torch.narrow, Tensor.unbind, torch.unbind,
+    Tensor.__iter__,
+}  # fmt: skip
 
 
-def picks_first(func: Any, args: Any) -> bool:
+def picks_first(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
     """Whether an operation picks some along the first dim of a tensor, where the examples are."""
-    if not args or not isinstance(args[0], Tensor):
+    if not args or not isinstance(args[0], Tensor) or not args[0].dim():
         return False
-    if func in _ALL_PICKS:
-        return len(args) == 1 or args[1] == 0
-    if func not in _PICKS:
-        return False
-    first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
-    if func is not Tensor.__getitem__:
-        return bool(first == 0)
-    return isinstance(first, int) or (isinstance(first, slice) and first != slice(None))
+    if func is Tensor.__getitem__:
+        first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+        return isinstance(first, int) or (isinstance(first, slice) and first != slice(None))
+    dim = args[1] if len(args) > 1 else named.get("dim", 0)
+    return func in _PICKS and dim in (0, -args[0].dim())
 
 
 _LOSSES = frozenset((functional.cross_entropy, functional.nll_loss))

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from spartito.engine.logged import listening
 from spartito.mesh.functions import taking
 from spartito.mesh.sharded_tensor import here_of
 from spartito.mesh.showing_modules import inside
 from spartito.pipeline.kept_state import untouched
-from spartito.pipeline.program import UNCOUNTED, Program, is_of_torch, tell, unchanged
+from spartito.pipeline.program import UNCOUNTED, Program, is_mask, is_of_torch, tell, unchanged
 from spartito.pipeline.replay import Reached
 
 _PLAIN = (bool, int, float, list)
@@ -79,6 +79,8 @@ class _Way(TorchFunctionMode):
         noted = program.results[index]
         if not program.shared[index] and index not in program.looks:
             return noted
+        if not program.shared[index]:
+            args = tree_map(_on_host, args)
         made = func(*args, **kwargs)
         if _shapes(made) != _shapes(noted):
             self._leave(is_the_same=False)
@@ -89,6 +91,11 @@ class _Way(TorchFunctionMode):
     def _leave(self, is_the_same: bool) -> None:
         self._over, self.is_the_same = True, is_the_same
         raise Reached
+
+
+def _on_host(value: Any) -> Any:
+    """A mask where torch wants it for a tensor without data; anything else as it is."""
+    return value.cpu() if is_mask(value) and not value.is_meta else value
 
 
 def _shapes(value: Any) -> list[torch.Size]:

@@ -198,15 +198,14 @@ class PipedModel:
             (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves
         )
         key = (str(form), str(shapes), torch.is_grad_enabled(), about)
-        found = next(
-            (c for c in self._cuts.get(key, ()) if goes(c.program, self.model, call)), None
-        )
-        if found is None:
-            if sum(map(len, self._cuts.values())) >= MOST_CUTS:
-                self._cuts.clear()
-            found = self._recorded(call)
-            self._cuts.setdefault(key, []).append(found)
-        return found
+        for cut in self._cuts.get(key, ()):
+            if goes(cut.program, self.model, call):
+                return cut
+        if sum(map(len, self._cuts.values())) >= MOST_CUTS:
+            self._cuts.clear()
+        cut = self._recorded(call)
+        self._cuts.setdefault(key, []).append(cut)
+        return cut
 
     def flags(self) -> int:
         """A checksum of what a user may switch between two steps: modes, and who learns."""

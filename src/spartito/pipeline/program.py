@@ -83,6 +83,11 @@ def _chooses(index: Any) -> bool:
     if isinstance(index, slice):
         ends = (index.start, index.stop, index.step)
         return any(isinstance(each, Tensor) for each in ends)
+    return is_mask(index)
+
+
+def is_mask(index: Any) -> bool:
+    """Whether an index takes what is True in it; of a tensor without data if it is on the host."""
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
@@ -309,7 +314,7 @@ class _Recorder(TorchFunctionMode):
             return func(*args)
         if is_transformed():
             raise UserError(
-                f"a pipeline cannot split the model: {self._inside[-1]!r} calls "
+                f"a pipeline cannot split the model: {self._here!r} calls "
                 f"{getattr(func, '__name__', func)}() inside of torch.vmap, or another transform "
                 "of torch.func",
                 "Compute the rows at once without it, or choose mirrored or sharded.",
@@ -416,8 +421,7 @@ class _Recorder(TorchFunctionMode):
             return META if isinstance(value, torch.device) else self._twin(value)
 
         def index(value: Any) -> Any:  # the values of a mask tell how much it takes
-            known = isinstance(value, Tensor) and _chooses(value) and not value.is_meta
-            return value.cpu() if known else plain(value)
+            return value.cpu() if is_mask(value) and not value.is_meta else plain(value)
 
         name = getattr(func, "__name__", "")
         if name == "__getitem__":
@@ -448,11 +452,15 @@ class _Recorder(TorchFunctionMode):
         if id(first) not in self._names and id(first) not in self._buffers:
             raise self._refusal(func, "it writes into a tensor that does not come of parameters")
 
+    @property
+    def _here(self) -> str:
+        """The module that runs."""
+        return self._inside[-1] if self._inside else "the model"
+
     def _refusal(self, func: Any, why: str) -> UserError:
-        where = self._inside[-1] if self._inside else "the model"
         name = getattr(func, "__name__", str(func))
         return UserError(
-            f"a pipeline cannot split the model: {where!r} calls {name}(), and {why}",
+            f"a pipeline cannot split the model: {self._here!r} calls {name}(), and {why}",
             "A stage runs without the values of the others: its shapes and branches may depend on "
             "the model's input alone. Move such a call behind the model, into the loss.",
         )

@@ -100,7 +100,7 @@ class Leased(Distributed):
             raise UserError(
                 f"a {type(given).__name__} under parameter_server, where any part of the data "
                 "may be read again",
-                "Give what can be iterated again: arrays, a list, a DataLoader, or an object "
+                "Give what can be iterated again: arrays, a DataLoader, or an object "
                 "with __iter__.",
             )
         self._computer, self._chain = computer, chain
