@@ -140,6 +140,7 @@ FURTHER = (
             "model_parallel_equality", 0, 600),
     Planned("ray", "Ray, two nodes on this machine", "on_ray", 1, 400),
     Planned("containers", "MLP in two containers of one CPU each", "containers", 1, 600),
+    Planned("line-rate", "What comes through the lines of --link", "line_rate", 3, 120),
 )  # fmt: skip
 """The commands behind all other figures of the docs: hours, with ``--all`` or by name."""
 

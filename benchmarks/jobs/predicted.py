@@ -1,6 +1,6 @@
 """One of ten small trainings on random data, for a plan and a comparison of it.
 
-    python predicted.py NAME
+    python predicted.py NAME [EXAMPLES]
 
 Those of `BUILT` were looked at while the plan was written; those of `NEW` are of other families.
 """
@@ -143,15 +143,16 @@ def data(kind: str, examples: int) -> Tensor:
     return torch.rand(examples, 784)
 
 
-def main(name: str) -> None:
-    """Train it."""
+def main(name: str, limit: int = MANY) -> None:
+    """Train it, with so many examples at most."""
     torch.manual_seed(0)
     make, kind, batch, examples = (BUILT | NEW)[name]
     trainer = sp.Trainer(make(), optimizer=torch.optim.Adam, loss=nn.CrossEntropyLoss())
+    examples = min(examples, limit)
     labels: Any = torch.randint(0, CLASSES, (examples,))
     chain = sp.data.arrays(data(kind, examples), labels).shuffle().batch(batch)
     trainer.fit(chain, epochs=EPOCHS, verbose=False)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], *map(int, sys.argv[2:]))

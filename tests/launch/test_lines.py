@@ -137,11 +137,18 @@ def test_words_that_are_no_line(text: str, says: str) -> None:
 
 def test_both_ends_have_the_rate_and_one_the_delay() -> None:
     link = Link.read("100mbit,50ms")
-    assert " ".join(link.out) == "tbf rate 100000000bit burst 16000 latency 400ms"
+    assert " ".join(link.out) == "tbf rate 100000000bit burst 4000 latency 400ms"
     assert " ".join(link.back) == "netem limit 100000 delay 50000us rate 100000000bit"
-    plain = Link.read("10gbit")
-    assert plain.back == plain.out
-    assert plain.out[plain.out.index("burst") + 1] == "125000"  # a tenth of a millisecond
+    for rate, out, back in (
+        ("10mbit", 4_000, 4_000),
+        ("100mbit", 4_000, 12_500),
+        ("1gbit", 31_250, 125_000),  # a quarter of a millisecond, and a whole one
+        ("10gbit", 125_000, 1_250_000),
+        ("100gbit", 1_250_000, 12_500_000),
+    ):
+        plain = Link.read(rate)
+        bursts = [words[words.index("burst") + 1] for words in (plain.out, plain.back)]
+        assert bursts == [str(out), str(back)]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ MACHINE = Machine(
     start=4.0,
     codes={"8bit": Code(0.252, 1e-9, 3e-10), "4bit": Code(0.127, 1e-9, 3e-10)},
     overheads={},
+    overheads_between={},
 )
 PROFILE = Profile(
     target="train.py",
@@ -38,6 +39,7 @@ PROFILE = Profile(
     base_memory=300_000_000,
     fork_saves=50_000_000,
     activations=100_000.0,
+    scratch=1_000_000.0,
     adding=1e-3,
     samples=(
         Sample(1, 64, 1e-4, 1e-2, 2e-2, 4e-3, 1e-4, 100, 0.02, 0.04),

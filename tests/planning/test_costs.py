@@ -15,7 +15,7 @@ from spartito.declared import parse
 from spartito.errors import UserError
 from spartito.launch.lines.line import Link
 from spartito.planning.costs.compute import own_step, passes, slowest_of
-from spartito.planning.costs.exchange import between, in_memory
+from spartito.planning.costs.exchange import FRAMES, between, in_memory
 from spartito.planning.costs.failures import checkpointed
 from spartito.planning.costs.memory import BUFFERS, OPTIMIZER, PARAMETERS
 from spartito.planning.costs.parts import (
@@ -29,7 +29,7 @@ from spartito.planning.costs.parts import (
     Situation,
 )
 from spartito.planning.costs.pipeline import balanced
-from spartito.planning.costs.servers import queueing
+from spartito.planning.costs.servers import queueing, sharing
 from spartito.planning.profile import Line, Part
 from spartito.planning.search import predict, search
 from tests.planning.jobs import sent
@@ -158,7 +158,10 @@ def test_a_sum_of_two_takes_what_was_measured() -> None:
     nbytes = 10_000_000.0
     assert in_memory(MACHINE, nbytes, 2, cores=4) == pytest.approx(MACHINE.shared.at(nbytes))
     by_line = between(MACHINE, Link(1e9), nbytes, 2)
-    assert by_line.link == pytest.approx(nbytes * 8 / 1e9, rel=0.01)
+    on_line, work = nbytes * FRAMES * 8 / 1e9, MACHINE.sockets.each * nbytes
+    assert by_line.link == pytest.approx(on_line + work / 2 + 2 * MACHINE.sockets.start)
+    turns = between(MACHINE, Link(1e9), nbytes, 2, turns=2.0)
+    assert turns.link - by_line.link == pytest.approx(work / 2 + 2 * MACHINE.sockets.start)
 
 
 def test_more_tasks_than_cores_take_turns() -> None:
@@ -175,11 +178,21 @@ def test_the_slowest_of_many_is_later_the_more_there_are(tasks: int) -> None:
 
 
 @given(st.integers(1, 50), st.floats(1e-3, 10), st.floats(1e-4, 1))
-def test_servers_serve_no_more_than_they_can(tasks: int, cycle: float, served: float) -> None:
+def test_servers_serve_what_they_can(tasks: int, cycle: float, served: float) -> None:
     response = queueing(tasks, cycle, served)
-    assert response >= served * (1 - 1e-9)
-    assert tasks / (cycle + response) <= min(1 / served, tasks / (cycle + served)) * (1 + 1e-9)
-    assert queueing(1, cycle, served) == pytest.approx(served)
+    assert response >= served
+    assert tasks / (cycle + response) == pytest.approx(min(1 / served, tasks / (cycle + served)))
+
+
+@given(st.integers(1, 50), st.floats(1e-3, 10), st.floats(1e-4, 1), st.floats(1e-4, 1))
+def test_a_line_carries_no_more_than_it_can(
+    tasks: int, between: float, push: float, pull: float
+) -> None:
+    more = sharing(tasks, between, (push, pull))
+    assert more >= -1e-12
+    rate = tasks / (between + push + pull + more)
+    assert rate <= min(1 / max(push, pull), tasks / (between + push + pull)) * (1 + 1e-9)
+    assert sharing(1, between, (push, pull)) == pytest.approx(0)
 
 
 @given(st.lists(st.floats(1e-4, 1), min_size=1, max_size=7), st.integers(1, 7))
@@ -256,6 +269,7 @@ def test_ten_thousand_workers_are_planned() -> None:
         ('pipeline(schedule="interleaved")', "several stages for each task"),
         ("sharded(zero=4)", "zero=4"),
         ("local_sgd(groups=9)", "9 groups of 4 workers"),
+        ("local_sgd(groups=3)", "3 groups of 4 workers"),
         ('local_sgd(compress="topk")', "does not know what compress='topk' costs"),
         ('local_sgd(compress="4bit")', "no sum leaves it"),
         ("multi_worker_mirrored(bucket_bytes=9)", "does not know what bucket_bytes=9 costs"),
@@ -278,6 +292,15 @@ def test_groups_meet_at_the_end_of_an_epoch_too() -> None:
     for asked, every in ((20, 20), (100, 100), (75, 50), (1000, 100), (30, 25)):
         for text in (f"local_sgd(every={asked})", f"parameter_server(groups=2, every={asked})"):
             assert predict(parse(text), own).cost.rhythm.every == every
+
+
+@pytest.mark.parametrize(("workers", "groups"), [(2, 2), (3, 3), (4, 2), (9, 3)])
+def test_groups_that_are_planned_are_even(workers: int, groups: int) -> None:
+    choices = search(situation(workers=workers, link=None)).choices
+    found = {
+        each.strategy.options["groups"] for each in choices if "groups" in each.strategy.options
+    }
+    assert found == {groups}
 
 
 def test_groups_are_listed_once_where_an_epoch_is_short() -> None:

@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,15 +17,18 @@ import spartito as sp
 from spartito.cli import main
 from spartito.data.batch import Batch
 from spartito.declared import parse
+from spartito.engine.denormals import flushes
 from spartito.errors import UserError
 from spartito.launch.job import Program
+from spartito.launch.lines.line import Link
 from spartito.names import ENV_PROFILE
 from spartito.planning.check import check
+from spartito.planning.cluster import Cluster, Kind
 from spartito.planning.costs.parts import Situation
-from spartito.planning.measure import NOT_INHERITED, _exchanging, profile_of
+from spartito.planning.measure import NOT_INHERITED, _exchanging, memory_of, profile_of
 from spartito.planning.probe import together
-from spartito.planning.profile import Profile
-from spartito.planning.reference import BATCH, TRIED, overheads
+from spartito.planning.profile import Overhead, Profile
+from spartito.planning.reference import BATCH, BETWEEN, STEPS, TRIED, Shape, overheads
 from spartito.planning.search import predict
 from spartito.training import step_profile
 from spartito.training.neighbours import Neighbours
@@ -144,7 +147,7 @@ def test_what_cannot_be_ends_with_2_and_says_why(
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"version": 99}, "has version 99, and this reads 5"),
+        ({"version": 99}, "has version 99, and this reads 6"),
         ({"kind": "cake"}, "is no profile"),
         ({"samples": []}, "is damaged"),
         ({"extra": 1}, "is damaged: unknown extra"),
@@ -273,8 +276,10 @@ def test_a_training_is_profiled_and_planned(
         assert profile_of(script, steps, exchanged(steps)).fork_saves == saves
     found = profile_of(Program("mnist", kind="recipe"), steps, exchanged(steps))
     assert found.machine.contention == 0.2  # no core for a neighbour: what the exchange saw
-    assert found.machine.overheads["mirrored"] > 0.9
-    assert found.machine.overheads["sharded(zero=2)"] == 0
+    assert found.machine.overheads["mirrored"].meeting > 0.9
+    assert found.machine.overheads["mirrored"].epoch == pytest.approx(2.0)
+    assert found.machine.overheads["sharded"].meeting == 0
+    assert set(found.machine.overheads_between) == {"sharded"}
     file = tmp_path / "p.json"
     file.write_text(found.text())
     assert Profile.read(file) == found
@@ -289,7 +294,9 @@ def exchanged(steps: dict[str, Any]) -> dict[str, Any]:
         "sockets": [[1e3, 1e-4], [1e6, 1e-3]], "memory": [[1e3, 1e-5], [1e6, 2e-4]],
         "contention": 0.2, "copy": 1e-10, "disk": 1e8,
         "codes": {"8bit": {"bytes": 0.25, "pack": 1e-9, "unpack": 1e-9}},
-        "reference": steps, "trials": {"mirrored": 1.0, "sharded(zero=2)": 0.0},
+        "reference": steps,
+        "between": {"sharded": [[40, 41.0], [120, 121.0]]},
+        "trials": {"mirrored": [[40, 42.0], [120, 122.0]], "sharded": [[40, 0.0], [120, 0.0]]},
     }  # fmt: skip
 
 
@@ -344,15 +351,23 @@ def test_a_plan_trains_in_no_folder_of_the_users_trainings() -> None:
 @pytest.mark.slow
 def test_processes_of_this_machine_find_out_what_strategies_take(tmp_path: Path) -> None:
     with _exchanging(tmp_path, os.environ) as exchange:
-        found = exchange({"tensors": 6, "parameters": 40_000})
-    assert set(found["trials"]) == set(TRIED)
-    assert all(seconds > 0 for seconds in found["trials"].values())
+        found = exchange({"tensors": 6, "parameters": 40_000}, True)
+    assert (set(found["trials"]), set(found["between"])) == (set(TRIED), set(BETWEEN))
+    for text, ((few, short), (many, long)) in [*found["trials"].items(), *found["between"].items()]:
+        assert (few, many) == ((10, 30) if text == "pipeline" else STEPS)
+        assert 0 < short < long
     assert found["sockets"][-1][1] > found["sockets"][0][1] > 0
     assert {sample["batch"] for sample in found["reference"]["samples"]} == {BATCH / 4, BATCH}
     assert found["reference"]["model"]["tensors"] == 6
     steps = {**found["reference"], "steps_per_epoch": None, "started": 1.0}
     reference = profile_of(Program("mnist", kind="recipe"), steps, found)
     assert set(reference.machine.overheads) == set(TRIED)
+    assert set(reference.machine.overheads_between) == set(BETWEEN)
+
+
+def test_long_steps_are_tried_fewer_times() -> None:
+    assert Shape.like(6, 40_000).steps("mirrored") == STEPS
+    assert Shape.like(6, 4_000_000).steps("mirrored") == (10, 30)
 
 
 def test_tasks_that_fail_are_told_apart_from_slow_ones(capfd: pytest.CaptureFixture[str]) -> None:
@@ -363,7 +378,9 @@ def test_tasks_that_fail_are_told_apart_from_slow_ones(capfd: pytest.CaptureFixt
 
 
 def test_what_was_tried_counts_for_strategies_with_the_same_options() -> None:
-    own = {"sharded(zero=1)": 1.0, "sharded": 2.0, "mirrored": 3.0, "local_sgd": 40.0}
+    meetings = {"sharded(zero=1)": 1.0, "sharded": 2.0, "mirrored": 3.0, "local_sgd": 40.0}
+    own = {name: Overhead(each, 0.0) for name, each in meetings.items()}
+    own["central_storage"] = Overhead(0.0, 50.0)
     profile = replace(PROFILE, machine=replace(PROFILE.machine, overheads=own))
     bare, with_it = (Situation(each, cluster(), 64) for each in (PROFILE, profile))
     for text, more in (
@@ -371,7 +388,8 @@ def test_what_was_tried_counts_for_strategies_with_the_same_options() -> None:
         ("sharded(zero=2)", 2.0),  # what was tried without options stands for others
         ("sharded", 2.0),
         ("mirrored", 3.0),
-        ("central_storage", 0.0),
+        ("central_storage", 0.5),  # of an epoch of 100 steps
+        ("one_device", 0.0),
         ("local_sgd(every=20)", 2.0),  # groups meet after 20 steps
         ("local_sgd(every=75)", 0.8),  # an epoch has 100: they meet at its end, too
     ):
@@ -382,10 +400,15 @@ def test_what_was_tried_counts_for_strategies_with_the_same_options() -> None:
 def test_what_is_beyond_the_closed_form_is_an_overhead() -> None:
     small = Situation(PROFILE, cluster(), BATCH)
     step, apart = (predict(parse(text), small).cost.step for text in ("mirrored", "local_sgd"))
+    seconds = {"mirrored": step + 0.5, "local_sgd": apart + 0.5, "sharded": 0.0, "tpu": 1.0}
     found = overheads(
-        PROFILE, {"mirrored": step + 0.5, "local_sgd": apart + 0.5, "sharded": 0.0, "tpu": 1.0}
+        PROFILE, {name: [(40, 40 * s + 3), (120, 120 * s + 3)] for name, s in seconds.items()}
     )
-    assert found == pytest.approx({"mirrored": 0.5, "local_sgd": 10.0, "sharded": 0.0})
+    assert {name: (own.meeting, own.epoch) for name, own in found.items()} == {
+        "mirrored": pytest.approx((0.5, 3.0)),
+        "local_sgd": pytest.approx((10.0, 3.0)),
+        "sharded": pytest.approx((0.0, 3.0)),
+    }
 
 
 @pytest.mark.parametrize(
@@ -440,6 +463,80 @@ def test_predictions_beside_what_was_measured(
     assert "median error" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"the profile is of cake\.py"):
         check(tmp_path, replace(PROFILE, target="cake.py"), own)
+
+
+def test_runs_at_a_line_are_predicted_on_namespaces_of_one_machine(tmp_path: Path) -> None:
+    slow = {"worker 1": 0.25}
+    runs = [
+        run("multi_worker_mirrored", 1000.0),
+        run("multi_worker_mirrored", 1000.0, slow=slow, setting="slow"),
+        run("parameter_server", 1000.0, ps=1, slow={"ps 0": 0.5}),
+    ]
+    record: dict[str, Any] = {"target": "train.py", "runs": runs, "goal": None, "link": "1gbit"}
+    (tmp_path / "compare.json").write_text(json.dumps(record))
+    found = check(tmp_path, PROFILE, cluster())
+    assert [str(why) for why in found.left_out] == [
+        "parameter_server: a plan knows no servers that are slow"
+    ]
+    kinds, quarter = cluster(machines=2).kinds, Kind("slow", 1, 4, 8e9, speed=0.25)
+    link = Link.read("1gbit")
+    for row, kind in zip(found.rows, (kinds, (*cluster().kinds, quarter)), strict=True):
+        own = Cluster(kind, 1, link, shared=True)
+        assert own.threads == 2  # of four cores
+        assert own.memory == 4e9
+        told = predict(parse("multi_worker_mirrored"), Situation(PROFILE, own, 512))
+        assert row.predicted == told.cost.rate
+    assert found.rows[1].predicted < found.rows[0].predicted / 2
+
+
+def test_machines_that_share_cores_take_turns() -> None:
+    machines = (Kind("namespace", 8, 4, 8e9),)
+    own = Cluster(machines, 1, Link.read("1gbit"))
+    together = replace(own, shared=True)
+    assert (own.turns, together.turns) == (1.0, 2.0)
+    assert (own.threads, together.threads) == (4, 1)
+    text = parse("multi_worker_mirrored")
+    apart, shared = (predict(text, Situation(PROFILE, each, 512)).cost for each in (own, together))
+    assert shared.seconds["compute"] > 4 * apart.seconds["compute"]
+    assert shared.seconds["link"] > apart.seconds["link"]
+
+
+def test_a_process_grows_by_what_steps_need() -> None:
+    model = {"gradients": 100, "optimizer": 200}
+    steps: dict[str, Any] = {"activations": {"bytes": 40, "batch": 4}, "example_bytes": 1.0}
+    grown = [(4, 100 + 200 + 4 * 20 + 50), (16, 100 + 200 + 16 * 20 + 50)]
+    assert memory_of({**steps, "model": model, "grown": grown}) == pytest.approx((20, 50))
+    assert memory_of({**steps, "model": model, "grown": grown[:1]}) == pytest.approx((12, 82))
+    less = [(4, 10), (16, 12)]  # other memory was there already: what autograd keeps is known
+    assert memory_of({**steps, "model": model, "grown": less}) == pytest.approx((12, 0))
+
+
+class Sees(nn.Linear):
+    """Notes whether denormal numbers are 0 where it computes."""
+
+    seen: ClassVar[set[bool]] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add(flushes())
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_steps_are_profiled_with_denormals_as_in_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flush: bool
+) -> None:
+    monkeypatch.setattr(step_profile, "SECONDS", 0.01)
+    monkeypatch.setenv(ENV_PROFILE, str(tmp_path / "steps.json"))
+    Sees.seen.clear()
+    trainer = sp.Trainer(
+        Sees(20, 4),
+        optimizer=torch.optim.Adam,
+        loss=nn.MSELoss(),
+        strategy=sp.OneDeviceStrategy(flush_denormals=flush),
+    )
+    with pytest.raises(SystemExit):
+        trainer.fit((torch.randn(8, 20), torch.randn(8, 4)), batch_size=8)
+    assert Sees.seen == {flush}
 
 
 SCRIPT = """

@@ -66,9 +66,9 @@ def test_a_push_alone_waits_for_its_own_service(text: str) -> None:
 
 def test_servers_that_are_full_serve_one_push_after_the_other() -> None:
     choice = steady("parameter_server", cluster(machines=200, workers=1), batch=2000)
-    served = choice.cost.rhythm.served
+    occupied = choice.cost.rhythm.occupied
     found = simulate(choice)
-    assert found.rate == pytest.approx(10 / served, rel=0.05)
+    assert found.rate == pytest.approx(10 / occupied, rel=0.05)
     assert found.rate == pytest.approx(choice.cost.rate, rel=0.05)
     assert found.waiting > 0.5
 

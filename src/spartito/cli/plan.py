@@ -183,7 +183,8 @@ def plan(
         cluster = Cluster((here,), workers or 2, line, ps)
     if read is None:
         assert program is not None, "checked above"
-        read = take_profile(program, data, batch_size)
+        lines = cluster.machines > 1 or save_profile is not None or check is not None
+        read = take_profile(program, data, batch_size, lines)
     if save_profile is not None:
         with save_profile.open("x") as file:
             file.write(read.text())

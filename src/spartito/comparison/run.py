@@ -212,7 +212,7 @@ class _Results:
             "started": self.started,
             "planned": len(plan.runs),
             "goal": goal,
-            "link": plan.link and plan.link.spoken,
+            "link": plan.link and str(plan.link),
             "machine": machine_facts() | dict(self.runner.facts),
             "runs": self.runs,
         }

@@ -144,7 +144,7 @@ def balanced(program: Program, model: nn.Module, stages: int, call: Call | None)
         paths = [part.path for part in parts[1:]]
         raise UserError(
             f"{stages} stages of a model that has {layers} layers in a row"
-            + (f": {paths[0]} to {paths[-1]}" if paths else ""),
+            + (f", of which one can begin with {paths[0]} to {paths[-1]}" if paths else ""),
             f"Take stages={max(1, layers)} or less, or name the modules that begin stages by "
             "split=[...]: modules that the forward pass calls one after the other.",
         )

@@ -6,14 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spartito.errors import UserError
+from spartito.launch.lines.line import Link
 from spartito.names import size
 from spartito.planning.cluster import Cluster
 from spartito.planning.costs.parts import Situation
 from spartito.planning.profile import Profile
 from spartito.planning.search import predict
+
+if TYPE_CHECKING:
+    from spartito.comparison.report.results import Figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +166,12 @@ def check(folder: Path, profile: Profile, cluster: Cluster) -> Checked:
         if not run.is_done or run.rate is None:
             left_out.append(f"{run.title}: it did not end well")
             continue
-        if run.slow or run.asked_threads is not None or found.link:
-            left_out.append(f"{run.title}: tasks were slowed, or had other threads, or a line")
+        if run.asked_threads is not None:
+            left_out.append(f"{run.title}: its tasks had another number of threads")
             continue
-        own = replace(cluster, workers=run.workers, ps=max(1, run.ps))
-        situation = Situation(profile, own, run.batch_size or profile.batch_size)
         try:
+            own = _machines_of(run, found.link, cluster)
+            situation = Situation(profile, own, run.batch_size or profile.batch_size)
             choice = predict(run.strategy, situation)
         except UserError as error:
             left_out.append(str(error).split("\n")[0])
@@ -183,3 +187,24 @@ def check(folder: Path, profile: Profile, cluster: Cluster) -> Checked:
         why = "; ".join(left_out) or "it has no runs"
         raise UserError(f"--check {folder}: nothing of it can be predicted ({why})", "")
     return Checked(rows, left_out)
+
+
+def _machines_of(run: Figures, link: Link | None, here: Cluster) -> Cluster:
+    """What a run had of this machine: all of it, or a namespace for each task at such a line.
+
+    A task that runs a part of the time is on a machine of that speed. Of several kinds of machines
+    the first one is this.
+    """
+    if link is None:
+        if run.slow:
+            raise UserError(
+                f"{run.title}: a plan knows tasks of different speed on machines of their own",
+                "Compare with --link.",
+            )
+        return replace(here, workers=run.workers, ps=max(1, run.ps))
+    kind = here.kinds[0]
+    speeds = [run.slow.get(f"worker {index}", 1.0) for index in range(run.workers)]
+    if len(run.slow) > sum(speed < 1 for speed in speeds):
+        raise UserError(f"{run.title}: a plan knows no servers that are slow", "")
+    kinds = [replace(kind, count=speeds.count(speed), speed=speed) for speed in sorted({*speeds})]
+    return Cluster(tuple(kinds), 1, link, max(1, run.ps), shared=True)

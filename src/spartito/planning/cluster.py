@@ -61,12 +61,15 @@ class Cluster:
         workers: Tasks that compute, on each machine.
         link: The line of each machine to all others; None inside of one machine.
         ps: Parameter servers, for the strategy that has them.
+        shared: Whether the machines are network namespaces of one, whose cores and memory each
+            kind names, and all of them use.
     """
 
     kinds: tuple[Kind, ...]
     workers: int
     link: Link | None = None
     ps: int = 1
+    shared: bool = False
 
     def __post_init__(self) -> None:
         """Refuse several machines without a line."""
@@ -94,6 +97,16 @@ class Cluster:
         return min(kind.cores for kind in self.kinds)
 
     @property
+    def beside(self) -> int:
+        """Tasks that compute on the same cores: those of one machine."""
+        return self.tasks if self.shared else self.workers
+
+    @property
+    def turns(self) -> float:
+        """How many machines share a core: 1, but for namespaces of one."""
+        return max(1.0, self.machines / self.cores) if self.shared else 1.0
+
+    @property
     def slowest(self) -> float:
         """The speed of the slowest kind."""
         return min(kind.speed for kind in self.kinds)
@@ -106,7 +119,7 @@ class Cluster:
     @property
     def memory(self) -> float:
         """Bytes for each task, where there are the fewest."""
-        return min(kind.memory for kind in self.kinds) / self.workers
+        return min(kind.memory for kind in self.kinds) / self.beside
 
     @property
     def price(self) -> float:
@@ -116,7 +129,7 @@ class Cluster:
     @property
     def threads(self) -> int:
         """That each task computes with."""
-        return max(1, self.cores // self.workers)
+        return max(1, self.cores // self.beside)
 
     def alone(self) -> Cluster:
         """What a strategy of one process has of it: its fastest machine."""

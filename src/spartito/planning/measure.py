@@ -30,7 +30,7 @@ from spartito.names import (
     ENV_STRATEGY_OPTIONS,
 )
 from spartito.notes import say
-from spartito.planning import probe
+from spartito.planning import probe, reference
 from spartito.planning.profile import Code, Line, Machine, Profile, source_of
 from spartito.planning.reference import overheads
 from spartito.system.capacity import memory_limit
@@ -48,7 +48,10 @@ LINES = 15
 
 
 def take_profile(
-    program: Program, data: str | None = None, batch_size: int | None = None
+    program: Program,
+    data: str | None = None,
+    batch_size: int | None = None,
+    lines: bool = True,
 ) -> Profile:
     """Profile a script or a recipe on this machine.
 
@@ -56,6 +59,7 @@ def take_profile(
         program: What trains.
         data: A recipe's data.
         batch_size: A recipe's global batch size.
+        lines: Whether strategies are tried by sockets, too, as between machines.
 
     Returns:
         The profile.
@@ -70,7 +74,7 @@ def take_profile(
         folder = Path(name)
         with _exchanging(folder, base) as exchange:
             steps = _steps(program, data, batch_size, folder, base)
-            exchanges = exchange(steps["model"])
+            exchanges = exchange(steps["model"], lines)
     return profile_of(program, steps, exchanges)
 
 
@@ -89,7 +93,9 @@ def profile_of(program: Program, steps: Mapping[str, Any], exchanges: Mapping[st
     found = _profile(program, steps, machine)
     own = {**steps, **exchanges["reference"]}
     small = _profile(program, own, _machine(own, exchanges))
-    return replace(found, machine=replace(machine, overheads=overheads(small, exchanges["trials"])))
+    inside = overheads(small, exchanges["trials"])
+    between = overheads(small, exchanges["between"], reference.WORKERS)
+    return replace(found, machine=replace(machine, overheads=inside, overheads_between=between))
 
 
 def _machine(steps: Mapping[str, Any], exchanges: Mapping[str, Any]) -> Machine:
@@ -105,11 +111,13 @@ def _machine(steps: Mapping[str, Any], exchanges: Mapping[str, Any]) -> Machine:
         start=steps["started"],
         codes={name: Code(**each) for name, each in exchanges["codes"].items()},
         overheads={},
+        overheads_between={},
     )
 
 
 def _profile(program: Program, steps: Mapping[str, Any], machine: Machine) -> Profile:
-    kept, taken = steps["activations"], {field.name for field in fields(Profile)}
+    taken = {field.name for field in fields(Profile)}
+    activations, scratch = memory_of(steps)
     is_forked = os.environ.get(ENV_FORK) != "0" and gains(program.argv())
     return Profile.of(
         {name: value for name, value in steps.items() if name in taken}
@@ -118,11 +126,33 @@ def _profile(program: Program, steps: Mapping[str, Any], machine: Machine) -> Pr
             "source": source_of(program.script, program.arguments),
             "spartito": version("spartito"),
             "torch": version("torch"),
-            "activations": kept["bytes"] / max(1, kept["batch"]),
+            "activations": activations,
+            "scratch": scratch,
             "fork_saves": steps["fork_saves"] if is_forked else 0,
             "machine": asdict(machine),
         }
     )
+
+
+def memory_of(steps: Mapping[str, Any]) -> tuple[float, float]:
+    """What a training has in memory beside its tensors.
+
+    A process grows with its first steps by gradients, the optimizer's state, what a pass keeps of
+    each example, and what an update has in between.
+
+    Args:
+        steps: As `spartito.training.step_profile` writes them.
+
+    Returns:
+        Bytes for each example, and of an update.
+    """
+    kept, model = steps["activations"], steps["model"]
+    each = kept["bytes"] / max(1, kept["batch"]) + 2 * steps["example_bytes"]
+    (few, least), *more = steps["grown"]
+    if more:
+        each = max(each, Line.through([(few, least), *more]).each)
+    rest = least - model["gradients"] - model["optimizer"] - each * few
+    return each, max(0.0, rest)
 
 
 def _steps(
@@ -168,7 +198,7 @@ def _steps(
 @contextmanager
 def _exchanging(
     folder: Path, base: Mapping[str, str]
-) -> Iterator[Callable[[Mapping[str, Any]], dict[str, Any]]]:
+) -> Iterator[Callable[[Mapping[str, Any], bool], dict[str, Any]]]:
     """What processes of this machine find out about it, with a model that is like the user's.
 
     They import torch from now on, and measure when they hear of the model.
@@ -176,9 +206,10 @@ def _exchanging(
     file = folder / "exchanges.json"
     with _started([sys.executable, "-m", probe.__name__, str(file)], base) as task:
 
-        def exchange(model: Mapping[str, Any]) -> dict[str, Any]:
+        def exchange(model: Mapping[str, Any], lines: bool) -> dict[str, Any]:
             say("two processes here exchange, and train a plain model, for about ten seconds")
-            code, said = task.end(file, f"{model['tensors']} {model['parameters']}\n")
+            told = f"{model['tensors']} {model['parameters']} {int(lines)}\n"
+            code, said = task.end(file, told)
             if not file.exists():
                 last = "\n".join(said.strip().splitlines()[-LINES:])
                 raise UserError(

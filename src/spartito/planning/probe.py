@@ -1,6 +1,7 @@
 """Processes of this machine exchange for some seconds: what a byte costs, and what strategies do.
 
-``python -m spartito.planning.probe FILE`` reads a line ``TENSORS BYTES`` when it may begin.
+``python -m spartito.planning.probe FILE`` reads a line ``TENSORS BYTES LINES`` when it may begin;
+``LINES`` is 1 where strategies are tried by sockets, too.
 """
 
 from __future__ import annotations
@@ -57,20 +58,22 @@ def main() -> None:
     file, told = Path(sys.argv[1]), sys.stdin.readline()
     if not told:  # nobody wants to know any more
         return
-    tensors, nbytes = map(int, told.split())
+    tensors, nbytes, lines = map(int, told.split())
     shape = reference.Shape.like(tensors, nbytes)
     torch.set_num_threads(1)
     found = together(partial(_exchanges, min(max(LEAST, nbytes), MOST)), 2)
     note("profiles %s", shape)
     found["reference"] = together(partial(reference.profiled, shape), 1)
-    found["trials"] = {}
-    for number, text in enumerate(reference.TRIED, 1):
-        note("trains it under %s (%d of %d)", text, number, len(reference.TRIED))
-        job = partial(reference.trained, text, shape)
-        try:
-            found["trials"][text] = together(job, *reference.tasks_of(text))
-        except RuntimeError as error:
-            note("%s: %s; its own code is taken for nothing", text, error)
+    between = reference.BETWEEN if lines else ()
+    for name, tried in (("trials", reference.TRIED), ("between", between)):
+        found[name] = {}
+        for number, text in enumerate(tried, 1):
+            note("%s: trains it under %s (%d of %d)", name, text, number, len(tried))
+            job = partial(reference.trained, text, shape, name == "between")
+            try:
+                found[name][text] = together(job, *reference.tasks_of(text))
+            except RuntimeError as error:
+                note("%s: %s; its own code is taken for nothing", text, error)
     file.write_text(json.dumps(found))
 
 

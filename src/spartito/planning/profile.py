@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from spartito.errors import UserError
 
-VERSION = 5
+VERSION = 6
 KIND = "spartito profile"
 PARTS = ("input", "forward", "backward", "update", "other")
 """What a step is made of, in its order."""
@@ -138,6 +138,19 @@ class Code:
 
 
 @dataclass(frozen=True, slots=True)
+class Overhead:
+    """What a strategy's own code takes, beyond the closed form of its steps: seconds.
+
+    Attributes:
+        meeting: For each meeting of its tasks, which most have in every step.
+        epoch: At the beginning and end of an epoch together.
+    """
+
+    meeting: float
+    epoch: float
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """What this machine takes for what tasks do together.
 
@@ -151,8 +164,8 @@ class Machine:
         disk: Bytes a second that reach its disk.
         start: Seconds from the start of a process to its first step.
         codes: Of compressed exchanges, by their name.
-        overheads: Seconds in a strategy's own code, by the strategy, for each meeting of its tasks,
-            which most have in every step: what a plain model took beyond the closed form.
+        overheads: Of strategies on one machine, as a plain model was measured to need them.
+        overheads_between: Of those whose tasks exchange by sockets; none, where nobody asked.
     """
 
     cores: int
@@ -164,7 +177,8 @@ class Machine:
     disk: float
     start: float
     codes: Mapping[str, Code]
-    overheads: Mapping[str, float]
+    overheads: Mapping[str, Overhead]
+    overheads_between: Mapping[str, Overhead]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +189,8 @@ class Profile:
     ``uncut`` says why no pipeline trains the model, where none does; ``slowdowns`` are, by their
     number, how many times as long its stages compute together. ``base_memory`` are the bytes
     of a process without tensors; a task that is forked has ``fork_saves`` less in RAM: libraries
-    that it has not used since.
+    that it has not used since. Passes have ``activations`` bytes for each example beside it, and an
+    update ``scratch``, of which it needs as large a part as of the optimizer's state.
     """
 
     target: str
@@ -193,6 +208,7 @@ class Profile:
     base_memory: int
     fork_saves: int
     activations: float
+    scratch: float
     adding: float
     samples: tuple[Sample, ...]
     parts: tuple[Part, ...]
@@ -296,6 +312,8 @@ class Profile:
             raise ValueError(f"unknown {', '.join(sorted(unknown))}")
         machine = dict(found["machine"])
         machine |= {name: Line(**machine[name]) for name in ("shared", "sockets")}
+        for field in ("overheads", "overheads_between"):
+            machine[field] = {name: Overhead(**each) for name, each in machine[field].items()}
         machine["codes"] = {name: Code(**each) for name, each in machine["codes"].items()}
         made = cls(
             **dict(found)

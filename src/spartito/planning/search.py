@@ -224,11 +224,14 @@ def predict(strategy: Declared, situation: Situation, fail: float = 0.0) -> Choi
 
 def _with_overhead(cost: Cost, strategy: Declared, situation: Situation) -> Cost:
     """A step with what a small model took under its strategy beyond the closed form."""
-    known = situation.profile.machine.overheads
+    machine, is_alone = situation.profile.machine, situation.cluster.machines == 1
+    known = machine.overheads if is_alone else machine.overheads_between
     exact = [text for text in known if _holds(parse(text), strategy)]
     if not exact:
         return cost
-    own = known[max(exact, key=len)] / cost.rhythm.every
+    found = known[max(exact, key=len)]
+    steps = situation.steps_per_epoch
+    own = found.meeting / cost.rhythm.every + (found.epoch / steps if steps else 0.0)
     return replace(cost, seconds={**cost.seconds, OVERHEAD: own * crowding(situation)})
 
 

@@ -134,7 +134,8 @@ class _Job:
         All do so for the same time, which is returned: who is quicker makes more steps. Of a step
         that is not through then, the part that is counts.
         """
-        every, served = self.cost.rhythm.every, self.cost.rhythm.served
+        rhythm = self.cost.rhythm
+        every, served = rhythm.every, rhythm.served
         end, free = self.steps * self.cost.step, 0.0
         counts = [0] * len(self._groups)
         queue = [(0.0, 0.0, number) for number in range(len(self._groups))]
@@ -142,9 +143,10 @@ class _Job:
             clock, begun, number = heapq.heappop(queue)
             members, step = self._groups[number], counts[number]
             if step and step % every == 0:
-                free = max(clock, free) + served
-                self._wait(members, step, SERVERS, clock, free)
-                clock = free
+                taken = max(clock, free)
+                free = taken + rhythm.occupied
+                self._wait(members, step, SERVERS, clock, taken + served)
+                clock = taken + served
             if step:
                 self.made += len(members) * min(1.0, (end - begun) / (clock - begun))
             if clock < end:

@@ -43,7 +43,7 @@ from spartito.pipeline.split import Part, parts_of, slowdowns
 from spartito.report.lines import line_of
 from spartito.steps.computation import WholeModel
 from spartito.storage.atomic import write_file_atomically
-from spartito.system import file_memory, resident_memory
+from spartito.system import anonymous_memory, file_memory, resident_memory
 from spartito.system.capacity import available_cores, available_memory
 from spartito.training.metrics.gathering import MetricSet
 from spartito.training.neighbours import Neighbours
@@ -51,7 +51,7 @@ from spartito.training.neighbours import Neighbours
 if TYPE_CHECKING:
     from spartito.training.trainer import Trainer
 
-SECONDS = 8.0
+SECONDS = 6.0
 """Of all measurements together, where a step is short."""
 ROUNDS = 5
 """Each setting is measured so often, in turns: what disturbs the machine disturbs all of them."""
@@ -161,7 +161,8 @@ class Profiler:
         self._spent: dict[str, float] = {}
         self._device = self._engine.team.device
         self._fork_saves = 0
-        self._base = resident_memory() - sum(map(_nbytes, self._model.parameters()))
+        self._before, self._libraries = anonymous_memory(), 0
+        self._grown: list[tuple[float, int]] = []
 
     def record(self) -> dict[str, Any]:
         """All that a plan wants to know."""
@@ -170,19 +171,18 @@ class Profiler:
         size = chain.batch_size
         divisions = 1 if size is None else next(d for d in (DIVISIONS, 3, 2, 1) if size >= d)
         settings = [(threads, d) for threads in sorted({1, cores}) for d in sorted({1, divisions})]
-        with torch.enable_grad(), self._watched():
+        with torch.enable_grad(), self._engine.denormals, self._watched():
             samples = self._samples(settings)
             batch = next(self._batches(1))
             torch.set_num_threads(1)  # parts are compared with each other alone
             kept = self._activations(batch)
             pipeline, adding = self._pipeline(), self._adding()
             contention = self._contention(min(2, divisions))
+            mesh = {str(size): found for size in AXES if (found := self._along(size, batch))}
         learned = optimizer_parameters(trainer.optimizer)
         parameters, buffers = list(self._model.parameters()), list(self._model.buffers())
         state = [t for held in trainer.optimizer.state.values() for t in _tensors(held)]
-        own = sum(map(_nbytes, [*parameters, *buffers, *learned, *state])) + kept["bytes"]
-        # Libraries are loaded in the first steps, too: what is there now, but for the tensors.
-        base = max(self._base, resident_memory() - own)
+        program = self._libraries + self._before - sum(map(_nbytes, [*parameters, *buffers]))
         names = [[name, list(p.shape), str(p.dtype)] for name, p in self._model.named_parameters()]
         return {
             "model": {
@@ -203,14 +203,15 @@ class Profiler:
             "example_bytes": sum(map(_nbytes, _tensors(batch.data))) / max(1, batch.size),
             "device": self._device.type,
             "cores": cores,
-            "base_memory": max(0, base),
+            "base_memory": max(0, program),
             "fork_saves": self._fork_saves,
             "activations": kept,
+            "grown": self._grown,
             "samples": [sample.record() for sample in samples],
             "contention": contention,
             "adding": adding,
             **pipeline,
-            "mesh": {str(size): found for size in AXES if (found := self._along(size, batch))},
+            "mesh": mesh,
         }
 
     def _batches(self, divisions: int) -> Generator[Batch]:
@@ -226,12 +227,10 @@ class Profiler:
         streams = {divisions: self._batches(divisions) for _, divisions in settings}
         samples = {(threads, d): _Sample(threads) for threads, d in settings}
         try:
-            began = time.perf_counter()
-            for stream in streams.values():
-                for _ in range(WARM_UP):
-                    self._step(stream)
-                    if time.perf_counter() - began > self._seconds / WARM_UP:
-                        break
+            torch.set_num_threads(1)
+            for divisions in sorted(streams, reverse=True):  # few examples first: memory grows
+                self._warm_up(streams[divisions])
+            self._libraries = max(0, resident_memory() - anonymous_memory())
             spent, limit = dict.fromkeys(samples, 0.0), self._seconds / len(samples)
             for number in range(ROUNDS):
                 note("measures steps: round %d of %d", number + 1, ROUNDS)
@@ -253,6 +252,15 @@ class Profiler:
             for stream in streams.values():
                 stream.close()
         return list(samples.values())
+
+    def _warm_up(self, stream: Iterator[Batch]) -> None:
+        """Some first steps, and by how many bytes this process has grown with them."""
+        began, size = time.perf_counter(), 0.0
+        for _ in range(WARM_UP):
+            size = self._step(stream)[SIZE]
+            if time.perf_counter() - began > self._seconds / WARM_UP / 2:
+                break
+        self._grown.append((size, max(0, anonymous_memory() - self._before)))
 
     def _contention(self, divisions: int) -> float | None:
         """By what part a step is slower for each other core that computes one; None: not known."""

@@ -15,6 +15,7 @@ from typing import Any
 from spartito.comparison.report.outcome import DIVERGED, DONE, FAILED, Outcome, outcome
 from spartito.declared import Declared, parse
 from spartito.errors import UserError
+from spartito.launch.lines.line import Link
 from spartito.names import plural
 from spartito.report.figures import (
     VALIDATION,
@@ -169,14 +170,14 @@ class Figures:
 class Comparison:
     """All runs of a comparison: those of the table first, then what sweeps added.
 
-    ``link`` is the line at which each task was on a machine of its own, "" where there was none.
+    ``link`` is the line at which each task was on a machine of its own; None where there was none.
     """
 
     target: str
     goal: Goal | None
     machine: Mapping[str, Any]
     all_runs: Sequence[Figures]
-    link: str = ""
+    link: Link | None = None
 
     @property
     def runs(self) -> list[Figures]:
@@ -226,7 +227,7 @@ def comparison(record: Record) -> Comparison:
     for index, (run, found) in enumerate(zip(runs, epochs, strict=True)):
         setting = run.get("setting", index)
         repeats.setdefault(setting, []).append(_figures(run, found, quality, goal))
-    link = record.get("link") or ""
+    link = record.get("link")
     pooled = [_pooled(runs) for runs in repeats.values()]
     least_noise = 0.0 if link else engine_noise(pooled)
     return Comparison(
@@ -234,7 +235,7 @@ def comparison(record: Record) -> Comparison:
         goal,
         record.get("machine") or {},
         [replace(run, least_noise=least_noise) for run in pooled],
-        link,
+        Link.read(link) if link else None,
     )
 
 

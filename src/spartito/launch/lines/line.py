@@ -18,8 +18,12 @@ LEAST, MOST = 1e4, 1e12
 """Bits per second that a line has at least and at most."""
 LONGEST = 10.0
 """Seconds of a delay at most."""
-BURST = 1e-4
-"""Seconds of its rate that a line lets through at once."""
+LEAST_BURST, MOST_BURST = 4_000, 125_000
+"""Bytes that a line lets through at once at least, and, where timers do not need more, at most."""
+LATE, ALWAYS, BACK = 2.5e-4, 1e-4, 1e-3
+"""Seconds of its rate that come at once: by how much the system's timers are late, so that the rate
+is kept; at any rate; and on the way back, where what comes was held up on its way out already.
+Measured with 16 kB on both ways at 1 Gbit/s: 0.64 Gbit/s came through; with these 0.95."""
 PACKETS = 100_000
 """On their way at most."""
 
@@ -76,16 +80,20 @@ class Link:
     @property
     def out(self) -> list[str]:
         """What ``tc`` calls the way out of a task."""
-        burst = max(16_000, round(self.rate * BURST / 8))
-        return ["tbf", "rate", f"{self.rate:.0f}bit", "burst", str(burst), "latency", "400ms"]
+        return self._at_most(max(min(LATE * self.rate / 8, MOST_BURST), ALWAYS * self.rate / 8))
 
     @property
     def back(self) -> list[str]:
         """What ``tc`` calls the way in, from the switch; packets are late here."""
         if not self.delay:
-            return self.out
+            return self._at_most(BACK * self.rate / 8)
         late = f"{self.delay * 1e6:.0f}us"
         return ["netem", "limit", str(PACKETS), "delay", late, "rate", f"{self.rate:.0f}bit"]
+
+    def _at_most(self, burst: float) -> list[str]:
+        """The rate, beyond so many bytes at once."""
+        room = max(LEAST_BURST, round(burst))
+        return ["tbf", "rate", f"{self.rate:.0f}bit", "burst", str(room), "latency", "400ms"]
 
 
 def _in_units(value: float, units: Mapping[str, float]) -> str:

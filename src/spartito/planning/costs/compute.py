@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from statistics import NormalDist
 
@@ -46,12 +47,17 @@ def passes(situation: Situation, part: str, examples: float) -> float:
 def crowding(situation: Situation) -> float:
     """How many times slower a task is because others of its machine compute, too.
 
-    With more tasks than cores they take turns; with several they share caches and memory.
+    With more tasks than cores they take turns, and who meets waits for the core that has the most
+    of them; with several they share caches and memory.
     """
+    return math.ceil(situation.cluster.beside / situation.cluster.cores) * disturbed(situation)
+
+
+def disturbed(situation: Situation) -> float:
+    """How many times slower a task is because others compute on the other cores."""
     cluster = situation.cluster
-    turns = max(1.0, cluster.workers / cluster.cores)
-    others = min(cluster.workers, cluster.cores) - 1
-    return turns * (1 + situation.profile.machine.contention * others)
+    others = min(cluster.beside, cluster.cores) - 1
+    return 1 + situation.profile.machine.contention * others
 
 
 def slowest_of(tasks: float, deviation: float) -> float:

@@ -17,6 +17,9 @@ from spartito.planning.profile import Machine
 SMALL = 64 << 10
 """Bytes that a task sends at most to have a tensor added up by all, in one meeting; as
 `spartito.collectives.tcp.SMALL`."""
+FRAMES = (1514 + 66) / 1448
+"""Bytes on a line for each that is sent: Ethernet's frames, with TCP's headers in them, and a frame
+for each that comes from the other side, which sends as much at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,32 @@ def sent_by_sockets(nbytes: float, ranks: float) -> float:
     return whole if whole <= SMALL else 2 * whole / ranks
 
 
-def between(machine: Machine, link: Link | None, nbytes: float, ranks: float) -> Exchange:
+def on_a_line(link: Link, nbytes: float) -> float:
+    """Seconds in which a line takes so many bytes.
+
+    Args:
+        link: The line.
+        nbytes: That are sent.
+    """
+    return nbytes * FRAMES * 8 / link.rate
+
+
+def beside(work: float, on_line: float) -> float:
+    """Seconds in which a task sends and takes in, while the line brings it.
+
+    What came is added up before the sum is sent: half of the shorter one is beside the longer one
+    (measured with sums of 1 to 16 MB at 0.1, 1 and 10 Gbit/s, off by 8% at most).
+
+    Args:
+        work: Seconds of the task.
+        on_line: Seconds of the line.
+    """
+    return max(work, on_line) + min(work, on_line) / 2
+
+
+def between(
+    machine: Machine, link: Link | None, nbytes: float, ranks: float, turns: float = 1.0
+) -> Exchange:
     """A sum by sockets between machines, of which one task each takes part.
 
     Args:
@@ -79,15 +107,17 @@ def between(machine: Machine, link: Link | None, nbytes: float, ranks: float) ->
         link: The line of each; None: as fast as the machine is.
         nbytes: Of what is summed.
         ranks: How many machines.
+        turns: How many of them share a core.
     """
     if ranks <= 1:
         return Exchange()
     sent = sent_by_sockets(nbytes, ranks)
     meetings = 1 if nbytes * (ranks - 1) <= SMALL else 2
-    work = machine.sockets.each * 2 * (ranks - 1) / ranks * nbytes
-    on_line = 0.0 if link is None else sent * 8 / link.rate
+    work = machine.sockets.each * 2 * (ranks - 1) / ranks * nbytes * turns
+    on_line = 0.0 if link is None else on_a_line(link, sent)
     delay = 0.0 if link is None else link.delay
-    return Exchange(0.0, meetings * (machine.sockets.start + delay) + max(work, on_line), sent)
+    meeting = machine.sockets.start * turns + delay
+    return Exchange(0.0, meetings * meeting + beside(work, on_line), sent)
 
 
 def all_reduce(situation: Situation, nbytes: float, tasks: int, machines: int) -> Exchange:
@@ -101,7 +131,7 @@ def all_reduce(situation: Situation, nbytes: float, tasks: int, machines: int) -
     """
     machine, cluster = situation.profile.machine, situation.cluster
     inside = in_memory(machine, nbytes, tasks / machines, cluster.cores)
-    return Exchange(inside) + between(machine, cluster.link, nbytes, machines)
+    return Exchange(inside) + between(machine, cluster.link, nbytes, machines, cluster.turns)
 
 
 def coded(
@@ -135,7 +165,7 @@ def coded(
     inside = in_memory(machine, nbytes, tasks / machines, situation.cluster.cores)
     sent = nbytes * code.bytes * (machines - 1)
     own = (code.pack + code.unpack * machines) * nbytes
-    on_line = max(sent * 8 / link.rate, machine.sockets.each * sent)
+    on_line = beside(machine.sockets.each * sent, on_a_line(link, sent))
     return Exchange(inside + own, machine.sockets.start + link.delay + on_line, sent)
 
 
@@ -162,8 +192,8 @@ def message(situation: Situation, nbytes: float, crosses: bool) -> Exchange:
     machine, link = situation.profile.machine, situation.cluster.link
     if not crosses or link is None:
         return Exchange(machine.shared.start + machine.copy * nbytes)
-    work, on_line = machine.sockets.each * nbytes, nbytes * 8 / link.rate
-    return Exchange(0.0, machine.sockets.start + link.delay + max(work, on_line), nbytes)
+    work, on_line = machine.sockets.each * nbytes, on_a_line(link, nbytes)
+    return Exchange(0.0, machine.sockets.start + link.delay + beside(work, on_line), nbytes)
 
 
 def machines_of(situation: Situation, tasks: int) -> int:

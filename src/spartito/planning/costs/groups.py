@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from spartito.declared import Declared
 from spartito.errors import UserError
+from spartito.names import divisors
 from spartito.planning.costs.compute import own_step
 from spartito.planning.costs.exchange import Exchange, all_reduce, machines_of
 from spartito.planning.costs.parts import UPDATE, Situation, whole_number
@@ -47,16 +48,17 @@ def groups_of(strategy: Declared, situation: Situation) -> Groups:
         Them, and what a step takes there.
 
     Raises:
-        UserError: There are fewer workers than groups.
+        UserError: The workers are not divided evenly.
     """
     cluster = situation.cluster
     groups = whole_number(strategy, "groups", 2)
     every = interval(situation, whole_number(strategy, "every", EVERY))
-    if groups > cluster.tasks:
+    if cluster.tasks % groups:
         raise UserError(
-            f"{groups} groups of {cluster.tasks} workers", "Each group has one worker or more."
+            f"{groups} groups of {cluster.tasks} workers",
+            f"It divides their number: {divisors(cluster.tasks)}.",
         )
-    members = -(-cluster.tasks // groups)
+    members = cluster.tasks // groups
     near = machines_of(situation, members)
     own = own_step(situation, situation.local_batch)
     if near == 1 and cluster.workers >= members:
@@ -72,8 +74,5 @@ def interval(situation: Situation, every: int) -> int:
         situation: What is planned.
         every: What the strategy was told.
     """
-    profile = situation.profile
-    if profile.steps_per_epoch is None:
-        return every
-    steps = max(1, profile.steps_per_epoch * profile.batch_size // situation.batch)
-    return max(1, round(steps / math.ceil(steps / every)))
+    steps = situation.steps_per_epoch
+    return every if steps is None else max(1, round(steps / math.ceil(steps / every)))

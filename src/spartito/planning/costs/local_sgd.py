@@ -26,9 +26,10 @@ OPTIONS: tuple[str, ...] = ("groups", "every", "compress")
 
 
 def candidates(situation: Situation) -> Iterable[Mapping[str, Any]]:
-    """As `Costs.candidates`: a group for each machine, or two, that meet often and seldom."""
+    """As `Costs.candidates`: a group for each machine, or few, that meet often and seldom."""
     cluster = situation.cluster
-    groups = cluster.machines if cluster.machines > 1 else 2
+    few = next((n for n in range(2, cluster.tasks) if cluster.tasks % n == 0), cluster.tasks)
+    groups = cluster.machines if cluster.machines > 1 else max(2, few)
     codes = situation.profile.machine.codes if cluster.machines > 1 else ()
     known = {interval(situation, every): every for every in (100, EVERY)}  # short epochs: once
     for every in sorted(known.values()):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from spartito.planning.costs.parts import Situation
 
 PROGRAM, PARAMETERS, GRADIENTS = "program and data", "parameters", "gradients"
-OPTIMIZER, ACTIVATIONS, BUFFERS = "optimizer", "activations", "exchange"
+OPTIMIZER, SCRATCH, ACTIVATIONS = "optimizer", "update", "activations"
+BUFFERS = "exchange"
 
 OURS = 55_000_000
 """Bytes of what no profile runs: exchanges, and the checkpoints and report of the chief.
@@ -31,8 +32,8 @@ def held(
         examples: Of its batch.
         parameters: The part of all parameters that it has.
         gradients: Of the gradients.
-        optimizer: Of the optimizer's state.
-        activations: Of what autograd keeps of such a batch.
+        optimizer: Of the optimizer's state, and of what an update has in between.
+        activations: Of what the passes have of such a batch.
         exchange: Bytes for what others send, and it sends.
     """
     profile, model, cluster = situation.profile, situation.profile.model, situation.cluster
@@ -42,6 +43,7 @@ def held(
         PARAMETERS: model.parameters * parameters + model.buffers,
         GRADIENTS: model.gradients * gradients,
         OPTIMIZER: model.optimizer * optimizer,
-        ACTIVATIONS: (profile.activations + 2 * profile.example_bytes) * examples * activations,
+        SCRATCH: profile.scratch * optimizer,
+        ACTIVATIONS: profile.activations * examples * activations,
         BUFFERS: exchange,
     }

@@ -51,6 +51,12 @@ class Situation:
             )
 
     @property
+    def steps_per_epoch(self) -> int | None:
+        """Global steps of an epoch; None where the data has no known length."""
+        known = self.profile.steps_per_epoch
+        return None if known is None else max(1, known * self.profile.batch_size // self.batch)
+
+    @property
     def local_batch(self) -> float:
         """The examples of a task, where each has a replica."""
         return self.batch / self.cluster.tasks
@@ -64,12 +70,14 @@ class Rhythm:
         group: Tasks that meet in every step; 0: all of them.
         every: Steps after which all groups meet, or each has the servers update.
         served: Seconds of the servers for one push; 0 where tasks meet without servers.
+        occupied: Seconds until they, or their lines, can take the next one.
         replicas: Tasks that have the same parameters: with several a lost one is replaced.
     """
 
     group: int = 0
     every: int = 1
     served: float = 0.0
+    occupied: float = 0.0
     replicas: int = 1
 
 
