@@ -459,7 +459,7 @@ def test_one_device_with_as_few_threads_is_another_run() -> None:
     assert "1.20 times as many as one_device (1 thread)" in the("times as many", said)
 
 
-def on_line(*runs: dict[str, Any], link: str = "100mbit") -> list[str]:
+def on_line(*runs: dict[str, Any], link: str = "100 Mbit/s") -> list[str]:
     return sentences(comparison({**record(*runs), "link": link}))
 
 
@@ -487,7 +487,7 @@ def test_a_line_that_holds_up_nobody() -> None:
     said = on_line(
         busy("multi_worker_mirrored", 4_000, 1.0, 1_347_000_000),
         busy("parameter_server", 4_000, 0.5, 1_347_000_000),
-        link="10gbit",
+        link="10 Gbit/s",
     )
     assert the("10 Gbit/s", said) == (
         "On a line of 10 Gbit/s nobody is held up: multi_worker_mirrored spends 10% of its time "

@@ -330,7 +330,7 @@ def test_every_run_is_on_the_line(commands: Commands) -> None:
         skip("netns", ended.err)
     assert ended.code == 0, ended.text
     found = written(commands)
-    assert found["link"] == "100mbit"
+    assert (found["link"], found["line"]) == ("100 Mbit/s", "100mbit")
     texts = [run["strategy"] for run in found["runs"]]
     assert texts == ["multi_worker_mirrored", "local_sgd(every=5)"]
     assert "local_sgd(every=5)" in ended.out

@@ -472,12 +472,17 @@ def test_runs_at_a_line_are_predicted_on_namespaces_of_one_machine(tmp_path: Pat
         run("multi_worker_mirrored", 1000.0, slow=slow, setting="slow"),
         run("parameter_server", 1000.0, ps=1, slow={"ps 0": 0.5}),
     ]
-    record: dict[str, Any] = {"target": "train.py", "runs": runs, "goal": None, "link": "1gbit"}
+    record: dict[str, Any] = {"target": "train.py", "runs": runs, "goal": None, "line": "1gbit"}
     (tmp_path / "compare.json").write_text(json.dumps(record))
     found = check(tmp_path, PROFILE, cluster())
     assert [str(why) for why in found.left_out] == [
         "parameter_server: a plan knows no servers that are slow"
     ]
+    (tmp_path / "old").mkdir()
+    old = {**record, "line": None, "link": "1 Gbit/s"}
+    (tmp_path / "old" / "compare.json").write_text(json.dumps(old))
+    with pytest.raises(UserError, match="an earlier version compared it on a line of 1 Gbit/s"):
+        check(tmp_path / "old", PROFILE, cluster())
     kinds, quarter = cluster(machines=2).kinds, Kind("slow", 1, 4, 8e9, speed=0.25)
     link = Link.read("1gbit")
     for row, kind in zip(found.rows, (kinds, (*cluster().kinds, quarter)), strict=True):

@@ -212,7 +212,8 @@ class _Results:
             "started": self.started,
             "planned": len(plan.runs),
             "goal": goal,
-            "link": plan.link and str(plan.link),
+            "link": plan.link and plan.link.spoken,
+            "line": plan.link and str(plan.link),
             "machine": machine_facts() | dict(self.runner.facts),
             "runs": self.runs,
         }

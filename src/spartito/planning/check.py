@@ -161,6 +161,12 @@ def check(folder: Path, profile: Profile, cluster: Cluster) -> Checked:
             f"--check {folder} compared {found.target}, and the profile is of {profile.target}",
             "Compare what was profiled.",
         )
+    line = Link.read(record["line"]) if record.get("line") else None
+    if found.link and line is None:
+        raise UserError(
+            f"--check {folder}: an earlier version compared it on a line of {found.link}",
+            "Compare again.",
+        )
     rows, left_out = [], []
     for run in found.all_runs:
         if not run.is_done or run.rate is None:
@@ -170,7 +176,7 @@ def check(folder: Path, profile: Profile, cluster: Cluster) -> Checked:
             left_out.append(f"{run.title}: its tasks had another number of threads")
             continue
         try:
-            own = _machines_of(run, found.link, cluster)
+            own = _machines_of(run, line, cluster)
             situation = Situation(profile, own, run.batch_size or profile.batch_size)
             choice = predict(run.strategy, situation)
         except UserError as error:

@@ -300,7 +300,7 @@ def _line(found: Comparison) -> str | None:
     runs = [run for run in found.done if run.workers > 1 and run.waited_for_tasks is not None]
     if not found.link or not runs:
         return None
-    at = f"On a line of {found.link.spoken}"
+    at = f"On a line of {found.link}"
     most = max(runs, key=lambda run: run.waited_for_tasks or 0.0)
     best = max(runs, key=rate_of)
     if (most.waited_for_tasks or 0.0) < HELD_UP:
@@ -335,7 +335,7 @@ def _one_device(found: Comparison) -> str | None:
     waits = best.waited_for_tasks
     why = "" if waits is None else f"; {waits:.0%} of their time goes into waiting for one another"
     slowed = "".join(f", of which {_given(best)}," for _ in best.slow)
-    at = f" on a line of {found.link.spoken}" if found.link else ""
+    at = f" on a line of {found.link}" if found.link else ""
     return (
         f"One device is enough here: {best.workers} workers under {best.title}{at}{slowed} do no "
         f"more ({_per_second(best)} against {_per_second(alone)}){why}."

@@ -99,7 +99,7 @@ def _subtitle(found: Comparison, record: Record) -> str:
             plural(workers, "worker") if workers else "",
             plural(servers, "parameter server") if servers else "",
             plural(int(cores), "core") if cores else "",
-            found.link.spoken if found.link else "",
+            found.link,
         )
         if part
     )
@@ -141,7 +141,7 @@ def _settings(found: Comparison, record: Record) -> list[tuple[str, list[tuple[s
     job += [(label(name), str(fit[name])) for name in names if fit.get(name) is not None]
     job += [("repeats", str(repeats))] if repeats > 1 else []
     if found.link:
-        job.append(("line of each task", found.link.spoken))
+        job.append(("line of each task", found.link))
     if found.goal:
         job.append(("goal", str(found.goal)))
     slow = {task: share for run in found.all_runs for task, share in run.slow.items()}

@@ -15,7 +15,6 @@ from typing import Any
 from spartito.comparison.report.outcome import DIVERGED, DONE, FAILED, Outcome, outcome
 from spartito.declared import Declared, parse
 from spartito.errors import UserError
-from spartito.launch.lines.line import Link
 from spartito.names import plural
 from spartito.report.figures import (
     VALIDATION,
@@ -170,14 +169,14 @@ class Figures:
 class Comparison:
     """All runs of a comparison: those of the table first, then what sweeps added.
 
-    ``link`` is the line at which each task was on a machine of its own; None where there was none.
+    ``link`` is the line at which each task was on a machine of its own, "" where there was none.
     """
 
     target: str
     goal: Goal | None
     machine: Mapping[str, Any]
     all_runs: Sequence[Figures]
-    link: Link | None = None
+    link: str = ""
 
     @property
     def runs(self) -> list[Figures]:
@@ -227,7 +226,7 @@ def comparison(record: Record) -> Comparison:
     for index, (run, found) in enumerate(zip(runs, epochs, strict=True)):
         setting = run.get("setting", index)
         repeats.setdefault(setting, []).append(_figures(run, found, quality, goal))
-    link = record.get("link")
+    link = record.get("link") or ""
     pooled = [_pooled(runs) for runs in repeats.values()]
     least_noise = 0.0 if link else engine_noise(pooled)
     return Comparison(
@@ -235,7 +234,7 @@ def comparison(record: Record) -> Comparison:
         goal,
         record.get("machine") or {},
         [replace(run, least_noise=least_noise) for run in pooled],
-        Link.read(link) if link else None,
+        link,
     )
 
 

@@ -92,8 +92,8 @@ class Link:
 
     def _at_most(self, burst: float) -> list[str]:
         """The rate, beyond so many bytes at once."""
-        room = max(LEAST_BURST, round(burst))
-        return ["tbf", "rate", f"{self.rate:.0f}bit", "burst", str(room), "latency", "400ms"]
+        at_once = max(LEAST_BURST, round(burst))
+        return ["tbf", "rate", f"{self.rate:.0f}bit", "burst", str(at_once), "latency", "400ms"]
 
 
 def _in_units(value: float, units: Mapping[str, float]) -> str:
