@@ -139,9 +139,8 @@ def _compare(folder: Path, model: str, setting: Setting, profile: Profile, repea
     command = [sys.executable, "-m", "spartito", "compare", str(SCRIPT), *words, "--", model]
     command += [str(_examples(setting, profile))] if setting.link else []
     ended = subprocess.run(command, stdout=subprocess.DEVNULL)
-    if not (
-        out / COMPARISON
-    ).exists():  # 1: a strategy cannot train it, as three stages of two layers
+    # A strategy that cannot train it, as three stages of two layers, ends it with 1.
+    if not (out / COMPARISON).exists():
         sys.exit(ended.returncode)
 
 

@@ -512,6 +512,8 @@ def test_a_process_grows_by_what_steps_need() -> None:
     grown = [(4, 100 + 200 + 4 * 20 + 50), (16, 100 + 200 + 16 * 20 + 50)]
     assert memory_of({**steps, "model": model, "grown": grown}) == pytest.approx((20, 50))
     assert memory_of({**steps, "model": model, "grown": grown[:1]}) == pytest.approx((12, 82))
+    alike = [grown[0], grown[0]]
+    assert memory_of({**steps, "model": model, "grown": alike}) == pytest.approx((12, 82))
     less = [(4, 10), (16, 12)]  # other memory was there already: what autograd keeps is known
     assert memory_of({**steps, "model": model, "grown": less}) == pytest.approx((12, 0))
 

@@ -149,7 +149,7 @@ def memory_of(steps: Mapping[str, Any]) -> tuple[float, float]:
     kept, model = steps["activations"], steps["model"]
     each = kept["bytes"] / max(1, kept["batch"]) + 2 * steps["example_bytes"]
     (few, least), *more = steps["grown"]
-    if more:
+    if more and more[0][0] > few:
         each = max(each, Line.through([(few, least), *more]).each)
     rest = least - model["gradients"] - model["optimizer"] - each * few
     return each, max(0.0, rest)

@@ -20,19 +20,6 @@ from spartito.planning.costs.parts import Situation
 from spartito.planning.profile import Line, Overhead, Profile
 from spartito.planning.search import predict
 
-TRIED = (
-    "one_device",
-    "mirrored",
-    "multi_worker_mirrored",
-    "central_storage",
-    "sharded(zero=1)",
-    "sharded",
-    "mesh",
-    "pipeline",
-    "local_sgd",
-    "parameter_server",
-)
-"""Each with its other options as they are by default, on one machine, ..."""
 BETWEEN = (
     "multi_worker_mirrored",
     "sharded(zero=1)",
@@ -42,7 +29,9 @@ BETWEEN = (
     "local_sgd",
     "parameter_server",
 )
-"""... and with what goes over a line between machines."""
+"""What may have several machines, each with its other options as they are by default, ..."""
+TRIED = ("one_device", "mirrored", "central_storage", *BETWEEN)
+"""... and all that one machine may have."""
 WORKERS, SERVERS = 2, 1
 BATCH = 8
 STEPS = (40, 120)

@@ -257,7 +257,7 @@ class Profiler:
         """Some first steps, and by how many bytes this process has grown with them."""
         began, size = time.perf_counter(), 0.0
         for _ in range(WARM_UP):
-            size = self._step(stream)[SIZE]
+            size = max(size, self._step(stream)[SIZE])  # the last batch of the data may be short
             if time.perf_counter() - began > self._seconds / WARM_UP / 2:
                 break
         self._grown.append((size, max(0, anonymous_memory() - self._before)))
