@@ -134,6 +134,10 @@ def trained(
         values = {name: value.clone() for name, value in net.state_dict().items()}
     except sp.UserError as error:
         said.append(str(error))
+    except sp.TaskLostError as error:  # the other task may have been refused before this one
+        if "UserError" not in str(error):
+            raise
+        said.append(str(error))
     finally:
         strategy.close()
         logging.getLogger("spartito").removeHandler(handler)
