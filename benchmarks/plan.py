@@ -68,6 +68,8 @@ PLAN = (
                 (f"--only={line}",))
         for line, title in LINES.items()
     ),
+    Planned("beside", "Two machines: sums beside backward, or at its end", "beside_backward", 1,
+            240),
     Planned("images", "Photos from a folder", "images", 1, 200,
             takes=("data", "tensorflow", "grain")),
     Planned("backend", "Plain torch programs on our backend against gloo", "backend", 1, 200),

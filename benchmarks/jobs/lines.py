@@ -1,4 +1,4 @@
-"""One side of `benchmarks.thin_lines`: trains, and rank 0 writes to a file where its time went."""
+"""One side of `benchmarks.thin_lines`, or of another: trains; rank 0 writes where its time went."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from benchmarks.jobs.steps import Plan, adam, time_plain, time_windows
 COMPRESS = {"exact": None, "bf16": "bf16", "powersgd": sp.PowerSGD(4, exact_steps=2)}
 """PowerSGD is timed compressed: two steps are exact, within the window that is not counted."""
 BUCKETS = {"ddp": 25.0, "ddp 1 MB": 1.0}
+STREAMED = {"at the end": 1 << 30, "beside": 1 << 20}
+"""Bytes of a bucket, where an update does not find out whether buckets leave beside backward."""
 EVERY = 20
 LOCAL: dict[str, dict[str, Any]] = {
     "local": {"every": EVERY},
@@ -32,14 +34,14 @@ LOCAL: dict[str, dict[str, Any]] = {
     "no meetings": {"every": 10**9},
 }
 """local_sgd, a group on each machine; without meetings it is what computing takes."""
-OURS = (*COMPRESS, *LOCAL)
+OURS = (*COMPRESS, *STREAMED, *LOCAL)
 
 
 def main() -> None:
     """Run the side that the command line names."""
     options = argparse.ArgumentParser()
     options.add_argument("side", choices=(*OURS, *BUCKETS, "alone"))
-    options.add_argument("model", choices=("mlp", "xception"))
+    options.add_argument("model", choices=("mlp", "deep", "wide", "xception"))
     options.add_argument("--windows", type=int, required=True)
     options.add_argument("--steps", type=int, required=True)
     options.add_argument("--out", type=Path, required=True)
@@ -61,7 +63,9 @@ def ours(side: str, work: Work, plan: Plan) -> dict[str, Any]:
     strategy = (
         sp.LocalSGDStrategy(groups="machine", **LOCAL[side])
         if side in LOCAL
-        else sp.MultiWorkerMirroredStrategy(compress=COMPRESS[side])
+        else sp.MultiWorkerMirroredStrategy(
+            compress=COMPRESS.get(side), bucket_bytes=STREAMED.get(side)
+        )
     )
     strategy.prepare(work.model, adam(work.model))
     data = sp.data.arrays(work.x, work.y).batch(work.local_batch * strategy.num_replicas_in_sync)

@@ -9,11 +9,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-SHAPES = {"mlp": (500, 32), "wide": (50, 32), "xception": (4, 8)}
+SHAPES = {"mlp": (500, 32), "wide": (50, 32), "deep": (50, 32), "xception": (4, 8)}
 """Global batches in memory, and the local batch."""
 
-WIDTHS = {"mlp": (256, 256), "wide": (2048, 2048, 2048)}
-"""The hidden layers of the MLPs: 0.27 and 10 million parameters."""
+WIDTHS = {"mlp": (256, 256), "wide": (2048, 2048, 2048), "deep": (188,) * 25}
+"""The hidden layers of the MLPs: 0.27, 10 and 1 million parameters."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from typing import Any, cast
 from weakref import ref
 
@@ -15,12 +15,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import spartito as sp
+from spartito.engine.host_reads import on_host
 from spartito.engine.randomness import globalize, replaying
 from spartito.engine.recompute import recompute
 from spartito.engine.step_context import StepContext, enter
 from spartito.errors import SpartitoError, UserError
 from spartito.models.cats_vs_dogs import CatsVsDogs
 from spartito.models.gpt import GPT
+from spartito.steps.stages import Lines
 from tests.mesh.tables import Squared
 
 Made = tuple[nn.Module, Tensor, Tensor, Callable[[Any, Any], Any]]
@@ -341,16 +343,39 @@ def train(
     shard = strategy.data_shard
     gc.collect()
     alive = [name for name, value in given.items() if value() is not None]
+    topology = strategy.engine.parts.topology
+    links = isinstance(topology, Lines) and topology.messages._links is not None
     strategy.close()
     return {
         "losses": losses,
-        "weights": whole["model"],
+        "links": links,
+        "weights": on_host(whole["model"]),
         "state": sorted(whole["optimizer"]["state"]),
         "here": here,
         "alive": alive,
         "states": state,
         "shard": shard,
     }
+
+
+def fails() -> None:
+    """Have an error in the last stage, when the others have its gradients to wait for."""
+    net, x, y, loss = mlp()
+    strategy = sp.strategy("pipeline", timeout=60.0)
+    calls = count()
+
+    def late(output: Any, target: Any) -> Any:
+        if next(calls) == 12:  # of 8 in a step
+            raise ValueError("labels of another world")
+        return loss(output, target)
+
+    try:
+        strategy.prepare(net, _optimizer("SGD", "mlp"))
+        data = strategy.distribute(sp.data.arrays(x, y).batch(len(x)).repeat())
+        for batch in data:
+            strategy.step(batch, late)
+    finally:
+        strategy.close()
 
 
 def plain(model: str, optimizer: str, shards: int, microbatches: int) -> dict[str, Any]:

@@ -17,10 +17,11 @@ from spartito.pipeline.split import balanced, parts_of, slowdowns
 from spartito.pipeline.stage import run
 from spartito.strategies import PipelineStrategy
 from tests.pipeline import jobs
-from tests.replicas import Replicas
+from tests.replicas import ReplicaError, Replicas
 
 EXACT = 1e-12
 
+SLOW = pytest.mark.slow
 NIGHT = (pytest.mark.slow, pytest.mark.night)
 SQUARE, CUBE = {"pipeline": 2, "model": 2}, {"pipeline": 2, "data": 2, "model": 2}
 CASES: list[Any] = [
@@ -30,13 +31,13 @@ CASES: list[Any] = [
     ("mlp", "Adam", 4, {"stages": 2, "schedule": "zero_bubble"}),
     ("cats", "SGD", 2, {"microbatches": 2}),
     pytest.param("cats", "Adam", 4, {"microbatches": 3, "schedule": "zero_bubble"}, marks=NIGHT),
-    pytest.param("cats", "Adam", 4, {"microbatches": 2, "stages": 2}, marks=pytest.mark.slow),
+    pytest.param("cats", "Adam", 4, {"microbatches": 2, "stages": 2}, marks=SLOW),
     ("gpt", "Adam", 2, {"schedule": "zero_bubble"}),  # tied weights, in both stages
     pytest.param(
         *("gpt", "SGD", 4, {"split": ["blocks.0.mlp_norm", "blocks.1", "blocks.3"]}),
-        marks=pytest.mark.slow,
+        marks=SLOW,
     ),
-    pytest.param("gpt", "Adam", 4, {"stages": 2}, marks=pytest.mark.slow),
+    pytest.param("gpt", "Adam", 4, {"stages": 2}, marks=SLOW),
     ("encoder", "Adam", 2, {}),
     ("frozen", "Adam", 2, {"split": ["layers.4"]}),
     ("keeps", "SGD", 2, {"schedule": "interleaved", "microbatches": 3}),
@@ -48,7 +49,7 @@ CASES: list[Any] = [
     ("gpt again", "Adam", 2, {"schedule": "zero_bubble"}),
     pytest.param(
         *("gpt again", "SGD", 4, {"split": ["blocks.0.mlp_norm", "blocks.1", "blocks.3"]}),
-        marks=pytest.mark.slow,
+        marks=SLOW,
     ),
     *(("regions", "Adam", 2, {"split": [start]}) for start in ("b", "e", "d")),
     ("reentrant", "SGD", 2, {"split": ["d"]}),
@@ -56,11 +57,9 @@ CASES: list[Any] = [
     ("regions", "SGD", 2, {"schedule": "zero_bubble", "split": ["b"]}),
     ("looks", "SGD", 3, {"split": ["mix", "out"], "schedule": "zero_bubble"}),
     ("mlp", "Adam", 4, {"mesh": SQUARE, "schedule": "zero_bubble"}),
-    pytest.param(
-        "gpt", "Adam", 4, {"mesh": SQUARE, "schedule": "zero_bubble"}, marks=pytest.mark.slow
-    ),
+    pytest.param("gpt", "Adam", 4, {"mesh": SQUARE, "schedule": "zero_bubble"}, marks=SLOW),
     pytest.param("cats", "SGD", 4, {"mesh": SQUARE, "microbatches": 2}, marks=NIGHT),
-    pytest.param("gpt", "SGD", 8, {"mesh": CUBE}, marks=pytest.mark.slow),
+    pytest.param("gpt", "SGD", 8, {"mesh": CUBE}, marks=SLOW),
     pytest.param("cats", "SGD", 8, {"mesh": CUBE, "microbatches": 2}, marks=NIGHT),
 ]
 
@@ -74,6 +73,48 @@ def test_ten_steps_are_those_of_plain_torch(
     replicas: Replicas, model: str, optimizer: str, tasks: int, options: dict[str, Any]
 ) -> None:
     found = replicas(jobs.train, tasks, "pipeline", model, options, optimizer)
+    are_those_of_plain_torch(found, model, optimizer, tasks, options)
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "tasks", "options"),
+    [
+        ("mlp", "Adam", 2, {"schedule": "interleaved"}),
+        ("mlp", "SGD", 3, {"schedule": "gpipe"}),
+        pytest.param("cats", "SGD", 2, {"microbatches": 2}, marks=SLOW),  # channels are last
+        ("gpt", "Adam", 2, {"schedule": "zero_bubble"}),  # tied weights, in both stages
+        pytest.param(
+            *("gpt", "SGD", 4, {"split": ["blocks.0.mlp_norm", "blocks.1", "blocks.3"]}),
+            marks=SLOW,
+        ),
+        ("mlp", "Adam", 4, {"mesh": SQUARE, "schedule": "zero_bubble"}),
+    ],
+    ids=lambda value: re.sub(r"\W+", "-", str(value)),
+)
+def test_messages_between_devices_are_told_apart(
+    accelerator_groups: Replicas, model: str, optimizer: str, tasks: int, options: dict[str, Any]
+) -> None:
+    """By a process group that moves tensors there, in the order in which they leave."""
+    found = accelerator_groups(jobs.train, tasks, "pipeline", model, options, optimizer)
+    assert all(result["links"] for result in found)
+    are_those_of_plain_torch(found, model, optimizer, tasks, options)
+
+
+def test_who_fails_between_devices_is_named(accelerator_groups: Replicas) -> None:
+    """Those who wait for its messages hear of it, and do not wait for their time limit."""
+    outcomes = accelerator_groups.outcomes(jobs.fails, 3)
+    errors = [outcome for outcome in outcomes if isinstance(outcome, ReplicaError)]
+    assert [error.kind for error in errors].count("ValueError") == 1
+    assert len(errors) == 3
+    for error in errors:
+        if error.kind != "ValueError":
+            assert "ValueError: labels of another world" in error.text
+
+
+def are_those_of_plain_torch(
+    found: list[dict[str, Any]], model: str, optimizer: str, tasks: int, options: dict[str, Any]
+) -> None:
+    """Losses, weights, and what each task has of the model."""
     mesh = options.get("mesh", {"data": tasks // options.get("stages", tasks)})
     shards = mesh.get("data", 1)
     expected = jobs.plain(model, optimizer, shards, options.get("microbatches", 8))
@@ -91,7 +132,8 @@ def test_ten_steps_are_those_of_plain_torch(
         here = [set(result["here"]) for result in tasks_of_one]
         assert set.union(*here) == names
         assert all(own < names for own in here)  # nobody has all of it
-    assert all(result["alive"] == result["here"] for result in found)  # the others' memory is free
+    if not found[0]["links"]:  # else all are others, on a device; the others' memory is free
+        assert all(result["alive"] == result["here"] for result in found)
     if optimizer == "Adam":
         learn = sum(len(r["here"]) for r in found)
         assert sum(r["states"] for r in found) <= learn

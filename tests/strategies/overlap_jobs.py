@@ -18,6 +18,7 @@ import spartito as sp
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.rendezvous import Rendezvous
 from spartito.data.batch import Batch
+from spartito.engine import overlap_trial
 from spartito.engine.gradients import PackedGradients
 from spartito.engine.streamed_gradients import StreamedGradients
 from spartito.steps.compressed_sums import learning
@@ -158,6 +159,31 @@ def loop(way: str, bucket_bytes: int) -> tuple[dict[str, Tensor], int, int]:
     rests = found._rests if isinstance(found, StreamedGradients) else 0
     weights = {name: value.clone() for name, value in net.state_dict().items()}
     result = weights, streamed(strategy), rests
+    strategy.close()
+    return result
+
+
+def finding_out(
+    way: str, bucket_bytes: int | None, again: int
+) -> tuple[dict[str, Tensor], int, bool]:
+    """Weights after trials in updates 2 to 17 and after each ``again``, of 3.7 MB of gradients.
+
+    With them how many buckets left early, and whether they do so now.
+    """
+    overlap_trial.AGAIN = again
+    strategy = make(way, bucket_bytes=bucket_bytes)
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(6, 300), *(nn.Linear(300, 300) for _ in range(10)))
+    model, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.01, momentum=0.9))
+    for step, batch in enumerate(strategy.distribute(sp.data.arrays(*examples(250)).batch(5))):
+        if step == 40:
+            net[5].requires_grad_(False)  # other sums from now on, and a trial from the beginning
+        backward(strategy, model, batch)
+        strategy.update(optimizer)
+    found = strategy.engine.team.pairs.only.gradients
+    trial = found._trial if isinstance(found, StreamedGradients) else None
+    weights = {name: value.clone() for name, value in net.state_dict().items()}
+    result = weights, streamed(strategy), trial is not None and trial.overlaps
     strategy.close()
     return result
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spartito.engine.overlap_trial import AGAIN, SETTLING, TURN, OverlapTrial
 from spartito.engine.streamed_gradients import cut
 from spartito.wire.ports import free_port
 from tests.collectives.group import running
@@ -68,6 +69,48 @@ def test_a_loop_may_change_what_has_left(replicas: Replicas, way: str, size: int
         assert rests == 15  # four changes, each of which was noticed: 1, 3, 7, 15
         for name, value in expected.items():
             assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize(("way", "size"), WAYS)
+def test_what_is_faster_is_found_out_together(replicas: Replicas, way: str, size: int) -> None:
+    """All replicas go the same way after each of several trials; the bits are those of either."""
+    whole = replicas(jobs.finding_out, size, way, jobs.LARGE, 22)
+    tried = replicas(jobs.finding_out, size, way, None, 22)
+    assert len({overlaps for *_, overlaps in tried}) == 1
+    for (expected, none, _), (found, early, _) in zip(whole, tried, strict=True):
+        assert none == 0
+        assert early > 0
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+
+
+@given(st.floats(0.1, 10), st.floats(0.1, 10), st.integers(0, 2))
+def test_the_faster_way_is_taken_until_the_next_trial(
+    beside: float, after: float, seldom: int
+) -> None:
+    """Also where the first updates of each way are slow, others too, and some say nothing."""
+    trial, settled, taken = OverlapTrial(), 0, []
+    for update in range(2 * AGAIN):
+        way = trial.overlaps
+        taken.append(way)
+        slow = update % TURN < SETTLING or update % TURN == 4
+        took = (beside if way else after) * (100 if slow else 1)
+        if trial.count(None if update % TURN < seldom else took, way):
+            settled += 1
+            assert trial.found == (beside <= after)
+            trial.settle(trial.found)
+    assert settled == 2
+    for first in (0, AGAIN):
+        assert taken[first : first + 2 * TURN] == [True] * TURN + [False] * TURN
+        assert set(taken[first + 2 * TURN : first + AGAIN]) == {beside <= after}
+
+
+def test_what_cannot_be_compared_stays_as_it_is() -> None:
+    """Where nothing may leave beside backward, as with two models that take turns."""
+    trial = OverlapTrial()
+    over = [trial.count(1.0, overlapped=False) for _ in range(2 * TURN)]
+    assert over == [False] * (2 * TURN - 1) + [True]
+    assert trial.found
 
 
 @pytest.mark.parametrize("how", ["error", "kill"])

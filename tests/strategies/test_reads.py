@@ -56,14 +56,13 @@ BY_GROUP: list[tuple[Case, float, int]] = [
     (("sharded", 3, {"communication": "fsdp", "block_bytes": 100}), 0, 0),
     (("mesh", 2, {"model": 2}), 0, 0),
     (("mesh", 4, {"mesh": {"data": 2, "model": 2}, "zero": 1}), 0, 0),
-    (("pipeline", 2, {"microbatches": 3}), 3, 3),
+    (("pipeline", 2, {"microbatches": 3}), 0, 0),
     (("local_sgd", 3, {"groups": [[0, 2], [1]], "every": 3}), 1, 0),
 ]
 """Strategies whose devices a process group joins; how often a step may bring something to the host,
 and an evaluation for each further batch. What the host has to know goes by a group of the host.
 
-`pipeline` sends what crosses between its stages, one tensor a microbatch here, through the host:
-each is a copy. `local_sgd` reads three times at a meeting of its groups, here after every third
+`local_sgd` reads three times at a meeting of its groups, here after every third
 update: that the replicas of a group are equal, before the merged values replace theirs, and how far
 the groups have moved, which they tell each other. Between meetings it reads nothing.
 """

@@ -54,6 +54,14 @@ class Lane:
         self._work.put(work)
         return self._begun
 
+    def run(self, work: Work) -> None:
+        """Do ``work`` in the calling thread, once all before is done."""
+        self.wait()
+        began, before = time.perf_counter(), waits()
+        work()
+        self._waited += time.perf_counter() - began
+        resume(before)
+
     def wait(self, number: int | None = None) -> None:
         """Return when the work of this number is done, or all, and raise what was raised there."""
         began, before = time.perf_counter(), waits()

@@ -202,6 +202,8 @@ class ProcessGroupCollective(Collective):
         The next message with this tag waits until this one has been received.
         """
         earlier = self._sent.pop((target, tag), None)
+        if self.host is not None:  # a device tells what has gone; gloo only who waits for it
+            self._sent = {k: sent for k, sent in self._sent.items() if not sent[0].is_completed()}
         with self._named():
             if earlier is not None:
                 earlier[0].wait()
@@ -210,8 +212,18 @@ class ProcessGroupCollective(Collective):
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> None:
         """Fill ``tensor`` with what rank ``source`` sends by this tag."""
+        self.receiving(tensor, source, tag)()
+
+    def receiving(self, tensor: Tensor, source: int, tag: int) -> Callable[[], None]:
+        """As `receive`, which the function that is returned completes: others run beside it."""
         with self._named():
-            self.process_group.recv([movable(tensor)], source, tag).wait()
+            work = self.process_group.recv([movable(tensor)], source, tag)
+
+        def wait() -> None:
+            with self._named():
+                work.wait()
+
+        return wait
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         if self.host is not None and tensor.is_cpu:

@@ -4,10 +4,15 @@ The order of the buckets is that in which rank 0's gradients became ready in its
 in DistributedDataParallel (Li et al. 2020). All replicas send every bucket in this order, each as
 soon as its gradients are there: at the latest in `StreamedGradients.reduce`. So nothing has to be
 agreed on in a step, whatever a replica computes or leaves out.
+
+Where sockets take the cores that backward computes on, nothing is hidden and the thread that sends
+costs more than it saves. So both ways are tried at first (`OverlapTrial`), and the faster one is
+taken: the sums are the same, bit by bit.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -22,9 +27,10 @@ from spartito.collectives.collective import Collective, Piggybacked
 from spartito.collectives.lane import Lane
 from spartito.collectives.standing_sum import Work
 from spartito.engine.checksum import checksum
-from spartito.engine.compression import Compression
+from spartito.engine.compression import Compression, Whole
 from spartito.engine.gradients import PackedGradients, different_batches, views
 from spartito.engine.host_reads import Number
+from spartito.engine.overlap_trial import OverlapTrial
 
 BUCKET = 1 << 20
 """Bytes of gradients from which on a bucket is sent: hides most, as exchanges go."""
@@ -121,6 +127,7 @@ class StreamedGradients(PackedGradients):
         alone: Whether no other optimizer's gradients can come in between.
         compression: How buckets are sent; None: as they are.
         bucket_bytes: From so many bytes of gradients on a bucket is sent.
+        trial: Finds out whether buckets should leave beside backward; None: they do.
     """
 
     def __init__(
@@ -131,8 +138,10 @@ class StreamedGradients(PackedGradients):
         alone: Callable[[], bool],
         compression: Compression | None = None,
         bucket_bytes: int = BUCKET,
+        trial: OverlapTrial | None = None,
     ) -> None:
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._trial = bucket_bytes, trial
+        self._began: float | None = None  # the first backward pass of this update
         self._lane, self._alone = lane, alone
         self._hooks: list[RemovableHandle] = []
         self._buckets: list[_Bucket] = []
@@ -163,22 +172,32 @@ class StreamedGradients(PackedGradients):
             if parameter.requires_grad
         ]
         self._checked = self._is_ordered = False
+        if self._trial is not None:
+            self._trial = OverlapTrial()  # all replicas are here, and other sums are to come
         self._arrivals: list[int] = []  # in this backward pass
         self._parts, self._expected = [0] * count, [0] * count
-        self._cut(range(count)[::-1])
+        self._order: Sequence[int] = range(count)[::-1]
+        self._cut()
 
-    def _cut(self, order: Iterable[int]) -> None:
+    def _cut(self) -> None:
         """Make the buckets anew; all replicas call this, with nothing under way."""
-        parameters = self.parameters
+        parameters, order = self.parameters, self._order
+        self._buckets = []  # their memory is free for the new ones
         nbytes = [parameter.numel() * parameter.itemsize for parameter in parameters]
         kinds = [parameter.dtype for parameter in parameters]
-        parts = sum(nbytes) >= OVERLAPPED * self._bucket_bytes
+        parts = sum(nbytes) >= OVERLAPPED * self._bucket_bytes and (
+            self._overlaps or not isinstance(self.compression, Whole)  # others round by bucket
+        )
         limit = self._bucket_bytes if parts else sum(nbytes) + 1
         self._buckets = [
             _Bucket(members, parameters, self._lane, self.compression)
             for members in cut(order, nbytes, kinds, limit)
         ]
         self._bucket_of = {m: n for n, bucket in enumerate(self._buckets) for m in bucket.members}
+
+    @property
+    def _overlaps(self) -> bool:
+        return self._trial is None or self._trial.overlaps
 
     def before_forward(self, is_last: bool, epoch: int) -> None:
         """As `Gradients.before_forward`; batches that only accumulate send nothing."""
@@ -190,7 +209,10 @@ class StreamedGradients(PackedGradients):
         found = super().begin(loss_divisor)
         self._arrivals, self._parts = [], [0] * len(self.parameters)
         due = self._is_ordered and self._is_last and self.backward_calls >= self._passes
-        may_leave = due and not self._rest and len(self._buckets) >= OVERLAPPED and self._alone()
+        if self._began is None:
+            self._began = time.perf_counter()
+        due = due and self._overlaps and not self._rest
+        may_leave = due and len(self._buckets) >= OVERLAPPED and self._alone()
         self._may_leave = self._may_leave or may_leave
         self._is_early = may_leave and any(self._expected)
         self._missing = [0] * len(self._buckets)
@@ -238,10 +260,14 @@ class StreamedGradients(PackedGradients):
         noticed = absent + changed * _CHANGED
         brought = (weight, float(self.loss), *piggybacked, noticed, self.loss_divisor)
         self.overlapped += self._next
-        self._flush()
+        early = self._next > 0
+        if early:
+            self._flush()
         total = self._scalars.reduce(brought, self.loss_divisor)
         if total[-1] != self.loss_divisor * self._collective.world_size:
             raise different_batches(self.loss_divisor)
+        while self._next < len(self._buckets):  # a thread of their own would hide nothing now
+            self._lane.run(self._filled())
         self._lane.wait()
         changes, self.absent = divmod(total[-2], _CHANGED)
         if changes:
@@ -249,7 +275,7 @@ class StreamedGradients(PackedGradients):
         self._lane.count_for(self._collective)
         unused = self._unused(packed) if self.absent else frozenset()
         self._give_back(total[0], unused)
-        self._learn(bool(changes))
+        self._learn(bool(changes), early)
         return total[0], total[1], total[2:-2]
 
     def _flush(self) -> None:
@@ -270,7 +296,7 @@ class StreamedGradients(PackedGradients):
             self._flush()
             self._lane.wait()
             self.compression.undo()
-        self._next, self._may_leave = 0, False
+        self._next, self._may_leave, self._began = 0, False, None
 
     def _give_back(self, weight: float, unused: frozenset[int]) -> None:
         """Let ``.grad`` be the mean, None for what is ``unused`` everywhere."""
@@ -280,8 +306,10 @@ class StreamedGradients(PackedGradients):
             for parameter, output in zip(bucket.parameters, bucket.outputs, strict=True):
                 parameter.grad = None if id(parameter) in unused else output
 
-    def _learn(self, changed: bool) -> None:
+    def _learn(self, changed: bool, early: bool) -> None:
         """Do in the next update what fits the one that is complete."""
+        tried = self._trial is not None and self._is_ordered and self._try(changed, early)
+        self._began = None
         self._passes = self.backward_calls
         self._rest = max(0, self._rest - 1)
         if changed:  # the more often, the longer without overlap
@@ -291,8 +319,20 @@ class StreamedGradients(PackedGradients):
         for bucket in self._buckets:
             bucket.forget()
         self._next, self._may_leave, self._is_dropped = 0, False, False
+        if tried:
+            self._cut()
         if not self._is_ordered and self._buckets:
             self._reorder()
+
+    def _try(self, changed: bool, early: bool) -> bool:
+        """Count an update of a trial; whether the next one goes the other way."""
+        assert self._trial is not None
+        took = None if changed or self._began is None else time.perf_counter() - self._began
+        before = self._trial.overlaps
+        if self._trial.count(took, early):
+            found = self._collective.broadcast(torch.tensor([self._trial.found]))
+            self._trial.settle(bool(found[0]))
+        return self._trial.overlaps != before
 
     def _reorder(self) -> None:
         """Take over the order in which gradients came on rank 0, if some came there."""
@@ -300,8 +340,8 @@ class StreamedGradients(PackedGradients):
         order = [*self._arrivals, *sorted(set(here) - set(self._arrivals), reverse=True)]
         first = torch.tensor(order if self._arrivals else [-1] * len(order))
         if self._collective.broadcast(first)[0] >= 0:
-            self._is_ordered = True
-            self._cut(first.tolist())
+            self._is_ordered, self._order = True, first.tolist()
+            self._cut()
 
     def clear(self) -> None:
         super().clear()

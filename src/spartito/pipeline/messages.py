@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Protocol, cast
 
@@ -14,18 +14,26 @@ from spartito.backend.machine import OneMachine
 from spartito.backend.operations import Alone, Operations
 from spartito.collectives.calls import code_of, dtype_of
 from spartito.collectives.collective import Traffic
-from spartito.collectives.process_group import ProcessGroupCollective
+from spartito.collectives.process_group import ProcessGroupCollective, works_there
 from spartito.collectives.rendezvous import Rendezvous
 from spartito.collectives.rows import is_channels_last
 from spartito.collectives.staged import give_back, on_host, to_host
 from spartito.collectives.tcp import SocketCollective
-from spartito.errors import SpartitoError
+from spartito.errors import SpartitoError, TaskLostError
 from spartito.pipeline.cut import Cut
+from spartito.pipeline.device_links import DeviceLinks
+from spartito.pipeline.program import Value
 
 FORTH, BACK, TIED = 0, 1, 2
 """What a message is: of the next stage, of the one before, or a gradient of tied parameters."""
 _KINDS = 3
+_NEVER = TIED + _KINDS * 62
+"""The tag of no message: it is awaited of a task that is known to send nothing more."""
 CPU = torch.device("cpu")
+
+
+Wait = Callable[[], None]
+"""Returns when a tensor is there."""
 
 
 class Mail(Protocol):
@@ -87,6 +95,25 @@ def connect(rendezvous: Rendezvous, ranks: Sequence[int]) -> Mail:
     return _OfGroup(cast("ProcessGroupCollective | SocketCollective", on_host(made)))
 
 
+def connect_devices(
+    rendezvous: Rendezvous, ranks: Sequence[int], rank_of: Sequence[int], own: int
+) -> DeviceLinks | None:
+    """Connect the devices of a pipeline's tasks, where a process group moves what is on them.
+
+    Args:
+        rendezvous: Where the tasks of the job meet.
+        ranks: Those of this pipeline, by their rank in the job.
+        rank_of: The rank among them of the task that has each stage.
+        own: This task's rank among them.
+
+    Returns:
+        None where tensors travel through the host's memory.
+    """
+    if len(ranks) == 1 or works_there(rendezvous.group()) is None:
+        return None
+    return DeviceLinks(rendezvous, ranks, rank_of, own, (FORTH, BACK))
+
+
 class Messages:
     """Tensors between the stages of one pipeline.
 
@@ -95,7 +122,8 @@ class Messages:
         rank: This task's rank there.
         rank_of: The rank there of the task that has each stage.
         traffic: Counts what goes.
-        device: Where the tensors are; they travel through the host's memory.
+        device: Where the tensors are.
+        links: Keep them there; None: they travel through the host's memory.
     """
 
     def __init__(
@@ -105,8 +133,11 @@ class Messages:
         rank_of: Sequence[int],
         traffic: Traffic,
         device: torch.device = CPU,
+        links: DeviceLinks | None = None,
     ) -> None:
         self._mail, self._rank, self._rank_of = mail, rank, rank_of
+        self._links = links
+        self._asked: dict[tuple[int, int, int], tuple[list[Tensor], list[Wait]]] = {}
         self._kept: dict[tuple[int, int], Tensor] = {}
         self.traffic, self.device = traffic, device
 
@@ -137,7 +168,12 @@ class Messages:
             shown = tensor.detach()
             if last:
                 shown = shown.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
-            self._leave(shown.contiguous(), target, self._tag(stage, microbatch, kind, number))
+            shown, tag = shown.contiguous(), self._tag(stage, microbatch, kind, number)
+            if self._links is None or target == self._rank:
+                self._leave(shown, target, tag)
+            else:
+                self.traffic.sent += shown.nbytes
+                self._links.send(shown.to(self.device), stage, kind, tag)
 
     def receive(self, cut: Cut, stage: int, microbatch: int, kind: int) -> list[Tensor]:
         """Wait for what `send` leaves.
@@ -152,26 +188,66 @@ class Messages:
             The tensors.
         """
         source = self._rank_of[stage - 1 if kind == FORTH else stage]
-        values = cut.enters(stage)
-        if kind == BACK:
-            values = [value for value in values if value.tensor.requires_grad]
-        elif stage not in cut.formats:
+        values = _values(cut, stage, kind)
+        if kind == FORTH and stage not in cut.formats:
             told = torch.empty(len(values), 2, dtype=torch.int64)
             self._take(told, source, self._tag(stage, 0, kind, 63))
             cut.formats[stage] = [
                 (dtype_of(code) or torch.float32, bool(last)) for code, last in told.tolist()
             ]
+        if self._links is not None and source != self._rank:
+            try:
+                return self._here(self._links, cut, stage, microbatch, kind)
+            except TaskLostError:  # by the mail all hear why somebody has left
+                self._mail.receive(torch.empty(1), source, _NEVER)
+                raise
         found = []
-        for number, value in enumerate(values):
-            dtype, last = _formats(cut, stage, kind)[number]
-            layout = torch.channels_last if last else torch.contiguous_format
-            made = torch.empty(
-                value.here.shape, dtype=dtype, device=self.device, memory_format=layout
-            )
-            shown = made.permute(0, 2, 3, 1) if last else made
+        for number in range(len(values)):
+            made, shown = self._room(cut, stage, kind, number)
             self._take(shown, source, self._tag(stage, microbatch, kind, number))
             found.append(made)
         return found
+
+    def ask(self, cut: Cut, stage: int, microbatch: int, kind: int) -> None:
+        """Have come, beside what is computed now, what `receive` is called for next.
+
+        Messages of one stage and kind are asked for in the order of microbatches. Where nothing
+        goes beside the computation, or it is not known yet what will come, nothing is done.
+        """
+        source = self._rank_of[stage - 1 if kind == FORTH else stage]
+        if self._links is None or source == self._rank or stage not in cut.formats:
+            return
+        waits, found = list[Wait](), list[Tensor]()
+        for number in range(len(_formats(cut, stage, kind))):
+            made, shown = self._room(cut, stage, kind, number)
+            tag = self._tag(stage, microbatch, kind, number)
+            waits.append(self._links.receiving(shown, stage, kind, tag))
+            found.append(made)
+        self._asked[stage, microbatch, kind] = found, waits
+
+    def _here(
+        self, links: DeviceLinks, cut: Cut, stage: int, microbatch: int, kind: int
+    ) -> list[Tensor]:
+        """What was asked for, now or before."""
+        if (stage, microbatch, kind) not in self._asked:
+            self.ask(cut, stage, microbatch, kind)
+        found, waits = self._asked.pop((stage, microbatch, kind))
+        begin = perf_counter()
+        for wait in waits:
+            wait()
+        self.traffic.waited += perf_counter() - begin
+        self.traffic.received += sum(tensor.nbytes for tensor in found)
+        return found
+
+    def _room(self, cut: Cut, stage: int, kind: int, number: int) -> tuple[Tensor, Tensor]:
+        """A tensor for what comes, and the same as one block."""
+        dtype, last = _formats(cut, stage, kind)[number]
+        layout = torch.channels_last if last else torch.contiguous_format
+        made = torch.empty(
+            _values(cut, stage, kind)[number].here.shape,
+            dtype=dtype, device=self.device, memory_format=layout,
+        )  # fmt: skip
+        return made, made.permute(0, 2, 3, 1) if last else made
 
     def add(self, tensor: Tensor, number: int, stages: Sequence[int]) -> Tensor:
         """Sum a tensor of the tasks that have some stages, the same bits on all of them.
@@ -185,18 +261,25 @@ class Messages:
             The sum.
         """
         ranks = list(dict.fromkeys(self._rank_of[stage] for stage in stages))
-        tag = number * _KINDS + TIED
-        for rank in ranks:
-            if rank != self._rank:
-                self._leave(tensor, rank, tag)
-        total: Tensor | None = None
-        for rank in ranks:
-            part = tensor
-            if rank != self._rank:
-                part = torch.empty_like(tensor)
-                self._take(part, rank, tag)
-            total = part.clone() if total is None else total.add_(part)
-        return tensor if total is None else total
+        if self._links is not None and not tensor.is_cpu and len(ranks) > 1:
+            self.traffic.moved(tensor.nbytes * (len(ranks) - 1))
+            parts = self._links.gather(tensor, ranks)
+        else:
+            parts = self._exchanged(tensor, ranks, number * _KINDS + TIED)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total.add_(part)
+        return total
+
+    def _exchanged(self, tensor: Tensor, ranks: Sequence[int], tag: int) -> list[Tensor]:
+        """The tensors of some tasks, by messages between each two of them."""
+        others = [rank for rank in ranks if rank != self._rank]
+        for rank in others:
+            self._leave(tensor, rank, tag)
+        came = {rank: torch.empty_like(tensor) for rank in others}
+        for rank, part in came.items():
+            self._take(part, rank, tag)
+        return [came.get(rank, tensor) for rank in ranks]
 
     def leave(self, name: str, what: str) -> None:
         """Tell the others why this task sends nothing more.
@@ -237,3 +320,9 @@ def _formats(cut: Cut, stage: int, kind: int) -> list[tuple[torch.dtype, bool]]:
         return formats
     both = zip(formats, cut.enters(stage), strict=True)
     return [found for found, value in both if value.tensor.requires_grad]
+
+
+def _values(cut: Cut, stage: int, kind: int) -> list[Value]:
+    """What enters a stage; of gradients there are those of what learns."""
+    values = cut.enters(stage)
+    return values if kind == FORTH else [v for v in values if v.tensor.requires_grad]

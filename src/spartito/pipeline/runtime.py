@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spartito.pipeline.cut import Cut
 from spartito.pipeline.messages import BACK, FORTH, Messages
-from spartito.pipeline.schedules import FORWARD, INPUTS, WEIGHTS, Action, Order, Span
+from spartito.pipeline.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, Order, Span
 from spartito.pipeline.stage import Call, Keys, Passed, run
 
 
@@ -57,7 +57,12 @@ def pass_through(
     """
     later = any(action.kind == WEIGHTS for action in order)
     task = _Task(microbatches, messages, finish, later)
-    return [task.do(action) for action in order]
+    task.ask(order[:1])
+    spans = []
+    for number, action in enumerate(order, 1):
+        task.ask(order[number : number + 1])
+        spans.append(task.do(action))
+    return spans
 
 
 class _Task:
@@ -72,6 +77,15 @@ class _Task:
         self._passed: dict[tuple[int, int], Passed] = {}
         self._roots: dict[int, Root | None] = {}
         self._later = later
+
+    def ask(self, upcoming: Order) -> None:
+        """Have what actions wait for come beside those before them."""
+        for action in upcoming:
+            cut, stage = self._microbatches[action.microbatch].cut, action.stage
+            if action.kind == FORWARD and stage:
+                self._messages.ask(cut, stage, action.microbatch, FORTH)
+            elif action.kind in (BACKWARD, INPUTS) and stage < cut.stages - 1:
+                self._messages.ask(cut, stage + 1, action.microbatch, BACK)
 
     def do(self, action: Action) -> Span:
         """Wait for what an action needs, do it, and send what came of it."""

@@ -17,6 +17,7 @@ from spartito.engine.compression import Compress, Compression
 from spartito.engine.ddp_gradients import Overlapped, OverlappedGradients
 from spartito.engine.gradients import LocalGradients, PackedGradients
 from spartito.engine.optimizers import optimizer_parameters
+from spartito.engine.overlap_trial import OverlapTrial
 from spartito.engine.sliced_update import SlicedGradients
 from spartito.engine.streamed_gradients import OVERLAPPED, StreamedGradients
 from spartito.errors import UserError
@@ -44,6 +45,7 @@ class AllReduce(Whole):
         find_unused: With DDP: whether to search for parameters that get no gradient.
         compress: How gradients go from machine to machine.
         bucket_bytes: In parts of at least so many bytes; None: all at once, after backward.
+        tries: Whether parts leave beside backward only where updates are found faster so.
         slices: Whether replicas that share memory may make an update between them.
         overlaps: Whether DDP may have the model, as on GPUs.
 
@@ -62,11 +64,13 @@ class AllReduce(Whole):
         find_unused: bool | None = None,
         compress: Compress = None,
         bucket_bytes: int | None = None,
+        tries: bool = False,
         slices: bool = True,
         overlaps: bool = True,
     ) -> None:
         if bucket_bytes is not None and bucket_bytes < 1:
             raise UserError(f"bucket_bytes={bucket_bytes}", "At least 1; 1 MB hides most.")
+        self._tries = tries
         self._sums = CompressedSums(team, compress)
         self._team, self._slices, self._may_overlap = team, slices, overlaps
         self._find_unused, self._bucket_bytes = find_unused, bucket_bytes
@@ -150,5 +154,11 @@ class AllReduce(Whole):
             return PackedGradients(optimizer, group)
         pairs, lane = self._team.pairs, self._team.groups.lane
         return StreamedGradients(
-            optimizer, group, lane, lambda: len(pairs.all) == 1, compression, size
+            optimizer,
+            group,
+            lane,
+            lambda: len(pairs.all) == 1,
+            compression,
+            size,
+            OverlapTrial() if self._tries else None,
         )

@@ -178,16 +178,16 @@ class StagePasses:
     ) -> Iterator[tuple[str, Tensor]]:
         """The sums of gradients of parameters that several tasks have, by the parameter's name."""
         parameters = dict(self.piped.model.named_parameters())
-        for number, (name, stages) in enumerate(self.piped.tied().items()):
+        tied = self.piped.tied()
+        for number, (name, stages) in enumerate(tied.items()):
             parameter, grad = parameters[name], grads.get(name)
             if parameter.is_meta or len({stage % self.shape.tasks for stage in stages}) == 1:
                 continue
-            flat = parameter.new_zeros(parameter.numel() + 1)
-            if grad is not None:
-                flat[:-1], flat[-1] = grad.reshape(-1), 1
-            total = messages.add(flat, number, stages)
-            if total[-1]:
-                yield name, total[:-1].view(parameter.shape)
+            # Whether there is one anywhere is told by the host, which does not wait for a device.
+            some = messages.add(torch.tensor([int(grad is not None)]), number, stages)
+            if some[0]:
+                own = parameter.new_zeros(parameter.shape) if grad is None else grad.contiguous()
+                yield name, messages.add(own, len(tied) + number, stages)
 
     def counts(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
         """Whether each counts here; what several stages use counts in the first."""

@@ -31,7 +31,7 @@ from spartito.mesh.axes import DATA, PIPELINE, Mesh
 from spartito.mesh.layout import Layout
 from spartito.notes import note
 from spartito.pipeline import schedules
-from spartito.pipeline.messages import Messages, connect
+from spartito.pipeline.messages import Messages, connect, connect_devices
 from spartito.pipeline.model import PipedModel
 from spartito.pipeline.schedules import Shape
 from spartito.pipeline.split import Start
@@ -115,7 +115,8 @@ class Lines:
         mail = connect(rendezvous, ranks)
         rendezvous.keep(mail)
         rank = ranks.index(cluster.rank)
-        self._messages = Messages(mail, rank, rank_of, self.traffic, rendezvous.device)
+        links = connect_devices(rendezvous, ranks, rank_of, rank)
+        self._messages = Messages(mail, rank, rank_of, self.traffic, rendezvous.device, links)
         return found
 
     @property

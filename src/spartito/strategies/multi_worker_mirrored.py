@@ -27,7 +27,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             `PowerSGD` products of thin matrices. What all but the first leave out is added to the
             next step. By process groups of torch each replica's gradients go so.
         bucket_bytes: Gradients leave in parts of at least so many bytes, as backward has them;
-            three such parts are worth it, fewer leave at its end.
+            three such parts are worth it, fewer leave at its end. None: in parts of 1 MB, where
+            updates of this training are found to be faster so than with sums at their end.
     """
 
     name = "multi_worker_mirrored"
@@ -35,7 +36,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     find_unused_parameters: bool | None = None
     compress: Compress = None
-    bucket_bytes: int = BUCKET
+    bucket_bytes: int | None = None
 
     def parts(self, team: Team) -> Parts:
         """As `Strategy.parts`."""
@@ -43,6 +44,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             team,
             find_unused=self.find_unused_parameters,
             compress=self.compress,
-            bucket_bytes=self.bucket_bytes,
+            bucket_bytes=BUCKET if self.bucket_bytes is None else self.bucket_bytes,
+            tries=self.bucket_bytes is None,
         )
         return replicas(team, exchange)
