@@ -68,8 +68,6 @@ PLAN = (
                 (f"--only={line}",))
         for line, title in LINES.items()
     ),
-    Planned("beside", "Two machines: sums beside backward, or at its end", "beside_backward", 1,
-            240),
     Planned("images", "Photos from a folder", "images", 1, 200,
             takes=("data", "tensorflow", "grain")),
     Planned("backend", "Plain torch programs on our backend against gloo", "backend", 1, 200),
@@ -142,6 +140,8 @@ FURTHER = (
             "model_parallel_equality", 0, 600),
     Planned("ray", "Ray, two nodes on this machine", "on_ray", 1, 400),
     Planned("containers", "MLP in two containers of one CPU each", "containers", 1, 600),
+    Planned("beside", "Two machines: sums beside backward, or at its end", "beside_backward", 1,
+            600),
     Planned("line-rate", "What comes through the lines of --link", "line_rate", 3, 120),
 )  # fmt: skip
 """The commands behind all other figures of the docs: hours, with ``--all`` or by name."""

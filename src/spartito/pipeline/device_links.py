@@ -11,7 +11,7 @@ from spartito.collectives.rendezvous import Rendezvous
 
 
 class DeviceLinks:
-    """A group of two tasks for each place where stages meet, and for each way through it.
+    """A group of two tasks for each boundary of stages, and for each way over it.
 
     A backend such as NCCL knows no tags, and does what it is asked for one after the other. So a
     link has messages of one kind, which leave and are taken in the order of microbatches under

@@ -203,7 +203,7 @@ class Messages:
                 raise
         found = []
         for number in range(len(values)):
-            made, shown = self._room(cut, stage, kind, number)
+            made, shown = self._block(cut, stage, kind, number)
             self._take(shown, source, self._tag(stage, microbatch, kind, number))
             found.append(made)
         return found
@@ -219,7 +219,7 @@ class Messages:
             return
         waits, found = list[Wait](), list[Tensor]()
         for number in range(len(_formats(cut, stage, kind))):
-            made, shown = self._room(cut, stage, kind, number)
+            made, shown = self._block(cut, stage, kind, number)
             tag = self._tag(stage, microbatch, kind, number)
             waits.append(self._links.receiving(shown, stage, kind, tag))
             found.append(made)
@@ -239,7 +239,7 @@ class Messages:
         self.traffic.received += sum(tensor.nbytes for tensor in found)
         return found
 
-    def _room(self, cut: Cut, stage: int, kind: int, number: int) -> tuple[Tensor, Tensor]:
+    def _block(self, cut: Cut, stage: int, kind: int, number: int) -> tuple[Tensor, Tensor]:
         """A tensor for what comes, and the same as one block."""
         dtype, last = _formats(cut, stage, kind)[number]
         layout = torch.channels_last if last else torch.contiguous_format
