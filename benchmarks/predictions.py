@@ -31,9 +31,10 @@ from spartito.launch.lines.line import Link
 from spartito.planning.check import Checked, Row, check
 from spartito.planning.cluster import Cluster, Kind
 from spartito.planning.costs.parts import Situation
-from spartito.planning.measure import take_profile
+from spartito.planning.measure import crowds_of, take_profile
 from spartito.planning.profile import Profile
 from spartito.planning.search import predict
+from spartito.system.capacity import available_cores
 
 SCRIPT = Path(predicted.__file__)
 ONE = "one_device, mirrored, parameter_server"
@@ -127,8 +128,14 @@ def _settings(workers: Sequence[int], links: Sequence[str], slow: float) -> Iter
 def _profile(folder: Path, model: str) -> Profile:
     file = folder / f"{model}.json"
     if not file.exists():
-        file.write_text(take_profile(Program(str(SCRIPT), (model,))).text())
+        file.write_text(_taken(model).text())
     return Profile.read(file)
+
+
+def _taken(model: str) -> Profile:
+    cores = available_cores()
+    crowds = crowds_of(2 * cores, cores)
+    return take_profile(Program(str(SCRIPT), (model,)), crowds=crowds)
 
 
 def _compare(folder: Path, model: str, setting: Setting, profile: Profile, repeat: int) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from spartito.cli import main
 from spartito.errors import PREFIX
+from spartito.system import IS_LINUX
+from tests.skips import skip
 
 MISTAKES = """
 trian                                            | has no command 'trian'; Did you mean 'train'?
@@ -184,6 +186,8 @@ def test_a_mistake_is_one_message_with_what_to_type(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    if typed.split()[0] == "chaos" and not IS_LINUX:
+        skip("linux", "spartito chaos says that it needs Linux")
     monkeypatch.chdir(folder)
     before = sorted(os.listdir(folder))
     assert main(shlex.split(typed)) == 2

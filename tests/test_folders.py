@@ -22,6 +22,7 @@ from spartito import folders
 from spartito.errors import UnwritableError, UserError
 from spartito.folders import LOCK, Holder, check_free, hold, job_of, release
 from spartito.names import ENV_SECRET, ENV_SECRET_FILE, ENV_STORE
+from tests.skips import on_linux
 
 HOLDER = """
 import os, sys
@@ -177,6 +178,7 @@ def test_a_record_of_another_machine_is_outlasted_or_obeyed(
     assert not looks
 
 
+@on_linux
 @pytest.mark.parametrize("over", [True, False])
 def test_where_nothing_can_be_locked_the_record_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: bool

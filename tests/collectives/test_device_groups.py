@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from spartito.system import shares_memory
 from tests.collectives import device_jobs
 from tests.replicas import ReplicaError, Replicas
 
@@ -14,7 +15,7 @@ def test_each_memory_has_its_own_way(accelerator_groups: Replicas, world_size: i
     for found in accelerator_groups(device_jobs.operations, world_size):
         assert found["there"] == found["here"]
         assert found["touched"] == found["read"] == 0
-        assert found["host"] == "SharedMemoryCollective"
+        assert found["host"] == f"{'SharedMemory' if shares_memory() else 'Socket'}Collective"
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -6,12 +6,13 @@ import pytest
 
 from tests.collectives import staged_jobs
 from tests.replicas import Replicas
+from tests.skips import shares_memory
 
 
 @pytest.mark.parametrize(
     ("communication", "host"),
     [
-        ("auto", "SharedMemoryCollective"),
+        pytest.param("auto", "SharedMemoryCollective", marks=shares_memory),
         ("sockets", "SocketCollective"),
         ("process_group", "ProcessGroupCollective"),
     ],

@@ -17,6 +17,7 @@ MACHINE = Machine(
     copy=1e-10,
     sockets=Line(1e-4, 8e-10),
     contention=0.1,
+    crowds={},
     disk=2e8,
     start=4.0,
     codes={"8bit": Code(0.252, 1e-9, 3e-10), "4bit": Code(0.127, 1e-9, 3e-10)},

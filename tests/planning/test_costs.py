@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from spartito.declared import parse
 from spartito.errors import UserError
 from spartito.launch.lines.line import Link
-from spartito.planning.costs.compute import own_step, passes, slowest_of
+from spartito.planning.cluster import Cluster, Kind
+from spartito.planning.costs.compute import crowding, disturbed, own_step, passes, slowest_of
 from spartito.planning.costs.exchange import FRAMES, between, in_memory
 from spartito.planning.costs.failures import checkpointed
 from spartito.planning.costs.memory import BUFFERS, OPTIMIZER, PARAMETERS
@@ -168,6 +169,21 @@ def test_more_tasks_than_cores_take_turns() -> None:
     half, full = (predict(parse("mirrored"), situation(workers=n)).cost for n in (4, 8))
     assert full.seconds[MEMORY] > half.seconds[MEMORY]
     assert full.step > half.step * 0.9
+
+
+def test_crowds_of_tasks_are_as_measured() -> None:
+    """Between what was measured, and in proportion beyond; on other machines they take turns."""
+    machine = replace(MACHINE, crowds={5: 2.5, 8: 3.5})
+    measured = replace(PROFILE, machine=machine)
+
+    def factor(tasks: int, cores: int = 4) -> float:
+        kind = Kind("machine", 1, cores, 8e9)
+        return crowding(Situation(measured, Cluster((kind,), tasks), 512))
+
+    assert factor(4) == disturbed(situation(workers=4))
+    assert [factor(5), factor(8), factor(16)] == [2.5, 3.5, 7.0]
+    assert factor(6) == pytest.approx(2.5 + 1 / 3)
+    assert factor(4, cores=2) == 2 * (1 + MACHINE.contention)
 
 
 @given(st.integers(2, 200))

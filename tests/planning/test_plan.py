@@ -21,7 +21,7 @@ from spartito.engine.denormals import flushes
 from spartito.errors import UserError
 from spartito.launch.job import Program
 from spartito.launch.lines.line import Link
-from spartito.names import ENV_PROFILE
+from spartito.names import ENV_CROWD, ENV_PROFILE
 from spartito.planning.check import check
 from spartito.planning.cluster import Cluster, Kind
 from spartito.planning.costs.parts import Situation
@@ -224,6 +224,7 @@ def test_a_training_is_profiled_and_planned(
     monkeypatch.setattr(step_profile, "SECONDS", 0.3)
     monkeypatch.setattr(step_profile, "available_cores", lambda: 1)  # threads that wait are slow
     monkeypatch.setenv(ENV_PROFILE, str(tmp_path / "steps.json"))
+    monkeypatch.setenv(ENV_CROWD, "2,9")
     net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 4))
     optimizer = torch.optim.Adam(net.parameters())
     trainer = sp.Trainer(
@@ -267,6 +268,8 @@ def test_a_training_is_profiled_and_planned(
     assert steps["mesh"]["2"]["parameters"] < 0.7
     assert steps["mesh"]["2"]["passes"] != steps["mesh"]["2"]["parameters"]  # it was measured
     assert steps["contention"] is None
+    assert set(steps["crowds"]) == {"2"}  # eight forks are too many
+    assert steps["crowds"]["2"] > 0
 
     (tmp_path / "sets.py").write_text("import os, torch\nos.environ['OMP_NUM_THREADS'] = '1'\n")
     (tmp_path / "trains.py").write_text("import torch\n")
@@ -275,6 +278,7 @@ def test_a_training_is_profiled_and_planned(
         script = Program(str(tmp_path / name))
         assert profile_of(script, steps, exchanged(steps)).fork_saves == saves
     found = profile_of(Program("mnist", kind="recipe"), steps, exchanged(steps))
+    assert found.machine.crowds == {2: steps["crowds"]["2"]}
     assert found.machine.contention == 0.2  # no core for a neighbour: what the exchange saw
     assert found.machine.overheads["mirrored"].meeting > 0.9
     assert found.machine.overheads["mirrored"].epoch == pytest.approx(2.0)

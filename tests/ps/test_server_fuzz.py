@@ -47,6 +47,7 @@ from spartito.ps.protocol.rules import Rules
 from spartito.ps.server.norms import KNOWN
 from spartito.system import host_key
 from tests.ps.live import JOB, Live, frame, hear, push_of, reply_or_close
+from tests.skips import shares_memory
 
 
 @pytest.fixture(scope="module")
@@ -368,6 +369,7 @@ def test_a_task_that_computes_nothing_pushes_nothing(live: Live, steps: None) ->
     assert isinstance(reply_or_close(wire), Refused)
 
 
+@shares_memory
 def test_a_worker_that_dies_while_it_is_let_in(live: Live, steps: None) -> None:
     wire = live.unknown_peer()
     wire.send(replace(live.hello, host=host_key()))

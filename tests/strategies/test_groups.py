@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import spartito as sp
+from spartito.system import shares_memory
 from tests.replicas import Replicas
 from tests.strategies import jobs
 from tests.strategies.jobs import blobs, mlp
@@ -58,7 +59,7 @@ def test_two_processes_of_a_pair_share_a_data_shard(replicas: Replicas) -> None:
         assert one["read"] == [1, 1 - rank // 2]
         assert abs(one["loss"] - loss) < 1e-12
         assert torch.allclose(one["predicted"], output, rtol=0, atol=1e-12)
-        assert one["sent"] == 800
+        assert one["sent"] == (800 if shares_memory() else 808)  # sockets bring a scalar more
         assert one["gathered"] == [rank % 2, rank % 2 + 2]
 
 

@@ -17,6 +17,7 @@ import spartito as sp
 from spartito.mesh.collectives import Axis
 from spartito.models import GPT
 from tests.replicas import ReplicaError, Replicas, warns
+from tests.skips import shares_memory
 from tests.strategies.jobs import blobs, make_strategy, mlp
 from tests.strategies.test_contracts import EXACT, close
 
@@ -483,6 +484,7 @@ def saving_alone(folder: str) -> None:
         trainer.fit(blobs(12), epochs=1, batch_size=4, callbacks=[Saves()], verbose=0)
 
 
+@shares_memory
 def test_a_save_on_one_task_alone_is_named(replicas: Replicas, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "over")
     first, _ = replicas.outcomes(saving_alone, 2, str(tmp_path))

@@ -9,6 +9,7 @@ import pytest
 
 from tests import simulated
 from tests.replicas import Replicas
+from tests.skips import shares_memory
 from tests.strategies import central_jobs, jobs, meta_jobs
 from tests.strategies.test_contracts import (
     CASES,
@@ -52,6 +53,7 @@ def test_models_without_values_and_with_buffers(
     close(there, here)
 
 
+@shares_memory
 def test_what_the_chief_writes_is_the_one_copy(accelerators: Replicas) -> None:
     """Under central_storage each replica on a device has the values for a step alone."""
     for who in ([0], [0, 1, 2]):

@@ -17,6 +17,7 @@ from spartito.cluster.spec import ClusterSpec
 from spartito.engine.sharding.blocks import GRAIN, Layout, RowLayout, divide, units
 from spartito.storage.atomic import verify
 from tests.replicas import Replicas
+from tests.skips import shares_memory
 from tests.strategies import sharded_jobs as jobs
 from tests.strategies import sharded_models
 from tests.strategies.jobs import blobs
@@ -184,6 +185,7 @@ def test_what_is_written_into_parameters_is_right(
             assert max(abs(a - b) for a, b in zip(losses, plain, strict=True)) <= 1e-12, case
 
 
+@shares_memory
 @pytest.mark.parametrize("how", [jobs.write_alone, jobs.write_unlike])
 def test_what_not_all_write_alike_is_refused(replicas: Replicas, how: jobs.Between) -> None:
     for text in replicas(jobs.written, 3, "sharded", {}, how):

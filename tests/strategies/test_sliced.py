@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from spartito.collectives.slices import GRAIN, cut
 from tests.replicas import Replicas
+from tests.skips import shares_memory
 from tests.strategies import sliced_jobs as jobs
 
 
+@shares_memory
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("case", jobs.CASES)
 def test_every_kind_of_update_is_that_of_plain_torch(
@@ -28,6 +30,7 @@ def test_every_kind_of_update_is_that_of_plain_torch(
                 )
 
 
+@shares_memory
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", ["adam", "sgd", "bf16"])
 def test_bitwise_as_replicas_that_update_all(

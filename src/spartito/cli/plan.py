@@ -124,7 +124,7 @@ def plan(
     from spartito.planning.check import check as check_runs
     from spartito.planning.cluster import Cluster, Kind, read_failures, read_size
     from spartito.planning.costs.parts import Situation
-    from spartito.planning.measure import take_profile
+    from spartito.planning.measure import crowds_of, take_profile
     from spartito.planning.page import write_plan
     from spartito.planning.profile import Profile, source_of
     from spartito.planning.search import ALL, Goal, improvements, search
@@ -183,8 +183,10 @@ def plan(
         cluster = Cluster((here,), workers or 2, line, ps)
     if read is None:
         assert program is not None, "checked above"
-        lines = cluster.machines > 1 or save_profile is not None or check is not None
-        read = take_profile(program, data, batch_size, lines)
+        kept = save_profile is not None or check is not None
+        lines = cluster.machines > 1 or kept
+        asked = cluster.beside if cluster.beside > cores else 2 * cores if kept else 0
+        read = take_profile(program, data, batch_size, lines, crowds_of(asked, cores))
     if save_profile is not None:
         with save_profile.open("x") as file:
             file.write(read.text())

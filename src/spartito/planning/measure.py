@@ -21,6 +21,7 @@ from spartito.launch.job import Program
 from spartito.launch.processes.fork_server import gains
 from spartito.launch.processes.local import RUNTIME
 from spartito.names import (
+    ENV_CROWD,
     ENV_EPOCHS,
     ENV_FORK,
     ENV_PROFILE,
@@ -37,7 +38,8 @@ from spartito.system.capacity import memory_limit
 
 NOT_INHERITED = (
     *("TF_CONFIG", "OMP_NUM_THREADS", ENV_EPOCHS, ENV_STRATEGY, ENV_STRATEGY_OPTIONS),
-    *(ENV_PROFILE, ENV_RUN_DIR, ENV_SNAPSHOT_DIR),  # the folders of the user's own trainings
+    *(ENV_PROFILE, ENV_CROWD),
+    *(ENV_RUN_DIR, ENV_SNAPSHOT_DIR),  # the folders of the user's own trainings
 )
 LIMIT = 600.0
 """Seconds until the first step and the measurements are over: data sets may take long to open."""
@@ -52,6 +54,7 @@ def take_profile(
     data: str | None = None,
     batch_size: int | None = None,
     lines: bool = True,
+    crowds: Sequence[int] = (),
 ) -> Profile:
     """Profile a script or a recipe on this machine.
 
@@ -60,6 +63,7 @@ def take_profile(
         data: A recipe's data.
         batch_size: A recipe's global batch size.
         lines: Whether strategies are tried by sockets, too, as between machines.
+        crowds: Numbers of tasks, more than there are cores, of which a step is measured, too.
 
     Returns:
         The profile.
@@ -73,9 +77,23 @@ def take_profile(
     with tempfile.TemporaryDirectory(prefix="spartito-plan-") as name:
         folder = Path(name)
         with _exchanging(folder, base) as exchange:
-            steps = _steps(program, data, batch_size, folder, base)
+            told = {ENV_CROWD: ",".join(map(str, crowds))}
+            steps = _steps(program, data, batch_size, folder, base | told)
             exchanges = exchange(steps["model"], lines)
     return profile_of(program, steps, exchanges)
+
+
+def crowds_of(tasks: float, cores: int) -> list[int]:
+    """The numbers of tasks of which a step is measured, where a machine may have so many.
+
+    Args:
+        tasks: Beside each other.
+        cores: Of the machine.
+
+    Returns:
+        One task more than cores, and two on each core; none where there is a core for each.
+    """
+    return [] if tasks <= cores else sorted({cores + 1, 2 * cores})
 
 
 def profile_of(program: Program, steps: Mapping[str, Any], exchanges: Mapping[str, Any]) -> Profile:
@@ -107,6 +125,7 @@ def _machine(steps: Mapping[str, Any], exchanges: Mapping[str, Any]) -> Machine:
         sockets=Line.through([(x, y) for x, y in exchanges["sockets"]]),
         copy=exchanges["copy"],
         contention=exchanges["contention"] if contention is None else contention,
+        crowds={int(tasks): each for tasks, each in steps["crowds"].items()},
         disk=exchanges["disk"],
         start=steps["started"],
         codes={name: Code(**each) for name, each in exchanges["codes"].items()},

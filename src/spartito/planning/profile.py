@@ -161,6 +161,8 @@ class Machine:
         sockets: The same by sockets of the loopback.
         copy: Seconds in which a process copies a byte, of as many as the model has.
         contention: By what part a task computes slower for each other one that does, too.
+        crowds: By the number of tasks, more than there are cores: how many times as long a step
+            takes where all meet after each; none, where nobody asked.
         disk: Bytes a second that reach its disk.
         start: Seconds from the start of a process to its first step.
         codes: Of compressed exchanges, by their name.
@@ -174,6 +176,7 @@ class Machine:
     sockets: Line
     copy: float
     contention: float
+    crowds: Mapping[int, float]
     disk: float
     start: float
     codes: Mapping[str, Code]
@@ -314,6 +317,7 @@ class Profile:
         machine |= {name: Line(**machine[name]) for name in ("shared", "sockets")}
         for field in ("overheads", "overheads_between"):
             machine[field] = {name: Overhead(**each) for name, each in machine[field].items()}
+        machine["crowds"] = {int(tasks): each for tasks, each in machine["crowds"].items()}
         machine["codes"] = {name: Code(**each) for name, each in machine["codes"].items()}
         made = cls(
             **dict(found)

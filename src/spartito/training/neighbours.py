@@ -8,13 +8,53 @@ import signal
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 from spartito.system import die_with_parent
 
-Work = Callable[[], Callable[[], object]]
-"""Makes ready in the fork, and returns what it then does over and over."""
+Work = Callable[[int], Callable[[], object]]
+"""Makes ready in the fork of that number, and returns what it then does over and over."""
+
+
+class Meeting:
+    """Where so many forks and the process that makes them wait for each other.
+
+    Args:
+        count: The forks.
+        limit: Seconds until all have come.
+    """
+
+    def __init__(self, count: int, limit: float = 20.0) -> None:
+        self._limit = limit
+        self._came, self._goes = os.pipe(), [os.pipe() for _ in range(count)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for end in (*self._came, *(end for pipe in self._goes for end in pipe)):
+            os.close(end)
+
+    def come(self, number: int) -> None:
+        """In a fork: wait for all others."""
+        os.write(self._came[1], b"1")
+        os.read(self._goes[number][0], 1)
+
+    def gather(self) -> None:
+        """In the process that made them: wait for all of them, and let them go.
+
+        Raises:
+            TimeoutError: They have not come.
+        """
+        missing = len(self._goes)
+        while missing:
+            if not select.select([self._came[0]], [], [], self._limit)[0]:
+                raise TimeoutError(f"a fork made no step within {self._limit:.0f} s")
+            missing -= len(os.read(self._came[0], missing))
+        for _, end in self._goes:
+            os.write(end, b"1")
 
 
 class Neighbours:
@@ -40,8 +80,8 @@ class Neighbours:
     def __enter__(self) -> Self:
         """Fork, and wait until all have made a turn."""
         try:
-            for _ in range(self._count):
-                self._fork()
+            for number in range(self._count):
+                self._fork(number)
         except BaseException:
             self._end()
             raise
@@ -69,7 +109,7 @@ class Neighbours:
         """All of them compute."""
         self._tell(signal.SIGCONT)
 
-    def _fork(self) -> None:
+    def _fork(self, number: int) -> None:
         arrange = die_with_parent()
         ready, done = os.pipe()
         pid = os.fork()
@@ -77,7 +117,7 @@ class Neighbours:
             os.close(ready)
             if arrange is not None:
                 arrange()
-            _compute(self._work, done)
+            _compute(partial(self._work, number), done)
         self._pids.append(pid)
         with suppress(OSError):  # it has done so itself
             os.setpgid(pid, pid)
@@ -104,7 +144,7 @@ class Neighbours:
         self._pids.clear()
 
 
-def _compute(work: Work, done: int) -> None:
+def _compute(work: Callable[[], Callable[[], object]], done: int) -> None:
     """In the fork: work until we are killed."""
     try:
         os.setpgid(0, 0)

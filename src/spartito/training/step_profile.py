@@ -36,7 +36,7 @@ from spartito.mesh.axes import Mesh
 from spartito.mesh.collectives import summing_at_end
 from spartito.mesh.describe import describe, first_of
 from spartito.mesh.layout import DEFAULT, Layout
-from spartito.names import ENV_PROFILE
+from spartito.names import ENV_CROWD, ENV_PROFILE
 from spartito.notes import note
 from spartito.pipeline.program import record
 from spartito.pipeline.split import Part, parts_of, slowdowns
@@ -46,7 +46,7 @@ from spartito.storage.atomic import write_file_atomically
 from spartito.system import anonymous_memory, file_memory, resident_memory
 from spartito.system.capacity import available_cores, available_memory
 from spartito.training.metrics.gathering import MetricSet
-from spartito.training.neighbours import Neighbours
+from spartito.training.neighbours import Meeting, Neighbours
 
 if TYPE_CHECKING:
     from spartito.training.trainer import Trainer
@@ -178,6 +178,7 @@ class Profiler:
             kept = self._activations(batch)
             pipeline, adding = self._pipeline(), self._adding()
             contention = self._contention(min(2, divisions))
+            crowds = {str(n): crowd for n in _crowds() if (crowd := self._crowd(n))}
             mesh = {str(size): found for size in AXES if (found := self._along(size, batch))}
         learned = optimizer_parameters(trainer.optimizer)
         parameters, buffers = list(self._model.parameters()), list(self._model.buffers())
@@ -209,6 +210,7 @@ class Profiler:
             "grown": self._grown,
             "samples": [sample.record() for sample in samples],
             "contention": contention,
+            "crowds": crowds,
             "adding": adding,
             **pipeline,
             "mesh": mesh,
@@ -264,44 +266,92 @@ class Profiler:
 
     def _contention(self, divisions: int) -> float | None:
         """By what part a step is slower for each other core that computes one; None: not known."""
-        model = self._model
-        own = sum(map(_nbytes, [*model.parameters(), *model.buffers()])) * COPIES
-        fit = int(available_memory() / 2 / max(1, own))
-        count = min(available_cores() - 1, NEIGHBOURS, fit)
-        if count < 1 or self._device.type != "cpu":
+        count = min(available_cores() - 1, NEIGHBOURS, self._most_forks())
+        if count < 1:
             return None
 
-        def work() -> Callable[[], object]:
+        def work(number: int) -> Callable[[], object]:
             stream = self._batches(divisions)
             return lambda: self._step(stream)
 
-        stream, limit = self._batches(divisions), self._seconds / NEIGHBOURS / ROUNDS
-
-        def step() -> float:
-            self._step(stream)
-            whole: list[float] = []
-            until = time.perf_counter() + limit
-            while len(whole) < LEAST or time.perf_counter() < until:
-                found = self._step(stream)
-                whole.append(sum(found.values()) - found[SIZE])
-            return median(whole)
-
-        slower: list[float] = []
-        try:
+        def forks() -> Iterator[float]:
             with Neighbours(count, work) as neighbours:
                 for _ in range(ROUNDS):
                     neighbours.go_on()
-                    beside = step()
+                    beside = self._steps_for(stream)
                     neighbours.pause()
-                    slower.append(beside / step())
+                    yield beside / self._steps_for(stream)
                 used = [file_memory(pid) for pid in (os.getpid(), neighbours.pids[0])]
             self._fork_saves = max(0, used[0] - used[1])
+
+        stream = self._batches(divisions)
+        slower = self._beside(forks, stream)
+        return None if slower is None else max(0.0, slower - 1) / count
+
+    def _crowd(self, tasks: int) -> float | None:
+        """How many times as long a step takes with so many tasks, which meet after each.
+
+        More tasks than cores take turns as the system has it: who sleeps wakes late, and a core may
+        have one task more than another. None where that is not known.
+        """
+        if tasks - 1 > min(NEIGHBOURS, self._most_forks()):
+            return None
+        divisions = min(tasks, self._chain.batch_size or 1)
+
+        def work(number: int) -> Callable[[], object]:
+            stream, first = self._batches(divisions), iter([True])
+
+            def turn() -> None:
+                self._step(stream)
+                if not next(first, False):  # the others are not there yet
+                    meeting.come(number)
+
+            return turn
+
+        def forks() -> Iterator[float]:
+            with Neighbours(tasks - 1, work) as neighbours:
+                for _ in range(ROUNDS):
+                    neighbours.go_on()
+                    together = self._steps_for(stream, meeting.gather)
+                    neighbours.pause()
+                    yield together / self._steps_for(stream)
+
+        stream = self._batches(divisions)
+        with Meeting(tasks - 1) as meeting:
+            return self._beside(forks, stream)
+
+    def _most_forks(self) -> int:
+        """So many may train beside this process."""
+        if self._device.type != "cpu":
+            return 0
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        return int(available_memory() / 2 / max(1, sum(map(_nbytes, tensors)) * COPIES))
+
+    def _beside(
+        self, forks: Callable[[], Iterator[float]], stream: Generator[Batch]
+    ) -> float | None:
+        """The median of what is measured beside forks, of two in a row: a machine changes."""
+        try:
+            return median(forks())
         except (OSError, RuntimeError) as error:  # as where data cannot be read in a fork
             note("nothing computes beside this process: %s", error)
             return None
         finally:
             stream.close()
-        return max(0.0, median(slower) - 1) / count  # of two in a row: a machine changes
+
+    def _steps_for(
+        self, stream: Iterator[Batch], after: Callable[[], object] = lambda: None
+    ) -> float:
+        """The seconds of a step and of what follows, the mean of some."""
+        self._step(stream)
+        after()
+        steps, began = 0, time.perf_counter()
+        until = began + self._seconds / NEIGHBOURS / ROUNDS
+        while steps < LEAST or time.perf_counter() < until:
+            self._step(stream)
+            after()
+            steps += 1
+        return (time.perf_counter() - began) / steps
 
     def _step(self, stream: Iterator[Batch]) -> dict[str, float]:
         """One step of the training loop: its examples, and the seconds of its parts."""
@@ -494,6 +544,11 @@ class Profiler:
             found.value.backward()
         self._synchronize()
         return time.perf_counter() - began
+
+
+def _crowds() -> list[int]:
+    """Of how many tasks a step is measured, too."""
+    return [int(count) for count in os.environ.get(ENV_CROWD, "").split(",") if count]
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from statistics import NormalDist
 
 from spartito.planning.costs.exchange import Exchange
@@ -47,10 +48,19 @@ def passes(situation: Situation, part: str, examples: float) -> float:
 def crowding(situation: Situation) -> float:
     """How many times slower a task is because others of its machine compute, too.
 
-    With more tasks than cores they take turns, and who meets waits for the core that has the most
-    of them; with several they share caches and memory.
+    With more tasks than cores they take turns: as measured, or else who meets waits for the core
+    that has the most of them. With several they share caches and memory.
     """
-    return math.ceil(situation.cluster.beside / situation.cluster.cores) * disturbed(situation)
+    beside, cores = situation.cluster.beside, situation.cluster.cores
+    turns = math.ceil(beside / cores) * disturbed(situation)
+    crowds = situation.profile.machine.crowds
+    if beside <= cores or not crowds or cores != situation.profile.machine.cores:
+        return turns
+    points = sorted({cores: disturbed(situation), **crowds}.items())
+    for (few, less), (many, more) in pairwise(points):
+        if beside <= many:
+            return less + (more - less) * (beside - few) / (many - few)
+    return more * beside / many
 
 
 def disturbed(situation: Situation) -> float:
