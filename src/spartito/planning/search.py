@@ -11,7 +11,7 @@ from spartito.errors import UserError
 from spartito.launch.lines.line import MOST, Link
 from spartito.names import nearest, size
 from spartito.planning.costs import local_sgd, mesh, pipeline, replicas, servers, sharded
-from spartito.planning.costs.compute import crowding
+from spartito.planning.costs.compute import turns
 from spartito.planning.costs.failures import Loss, lost
 from spartito.planning.costs.parts import OVERHEAD, Cost, Costs, LosesParts, Situation
 from spartito.registry import names_anywhere, strategy_info
@@ -232,7 +232,7 @@ def _with_overhead(cost: Cost, strategy: Declared, situation: Situation) -> Cost
     found = known[max(exact, key=len)]
     steps = situation.steps_per_epoch
     own = found.meeting / cost.rhythm.every + (found.epoch / steps if steps else 0.0)
-    return replace(cost, seconds={**cost.seconds, OVERHEAD: own * crowding(situation)})
+    return replace(cost, seconds={**cost.seconds, OVERHEAD: own * turns(situation)})
 
 
 def _holds(tried: Declared, strategy: Declared) -> bool:

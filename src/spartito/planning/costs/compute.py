@@ -46,21 +46,27 @@ def passes(situation: Situation, part: str, examples: float) -> float:
 
 
 def crowding(situation: Situation) -> float:
-    """How many times slower a task is because others of its machine compute, too.
+    """How many times slower a task is that meets the others of its machine after each step.
 
-    With more tasks than cores they take turns: as measured, or else who meets waits for the core
-    that has the most of them. With several they share caches and memory.
+    With more tasks than cores that is as measured, if it was; else they take `turns`.
     """
     beside, cores = situation.cluster.beside, situation.cluster.cores
-    turns = math.ceil(beside / cores) * disturbed(situation)
     crowds = situation.profile.machine.crowds
     if beside <= cores or not crowds or cores != situation.profile.machine.cores:
-        return turns
+        return turns(situation)
     points = sorted({cores: disturbed(situation), **crowds}.items())
     for (few, less), (many, more) in pairwise(points):
         if beside <= many:
             return less + (more - less) * (beside - few) / (many - few)
     return more * beside / many
+
+
+def turns(situation: Situation) -> float:
+    """How many times slower a task is on the core that has the most of them.
+
+    With several tasks they share caches and memory.
+    """
+    return math.ceil(situation.cluster.beside / situation.cluster.cores) * disturbed(situation)
 
 
 def disturbed(situation: Situation) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from spartito.declared import Declared
 from spartito.errors import UserError
 from spartito.pipeline.schedules import FORWARD, Action, Shape, orders, parse, simulate
-from spartito.planning.costs.compute import crowding, passes, waiting
+from spartito.planning.costs.compute import crowding, passes, turns, waiting
 from spartito.planning.costs.exchange import between_models, machines_of, message
 from spartito.planning.costs.memory import held
 from spartito.planning.costs.parts import (
@@ -71,11 +71,13 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
     crosses = machines_of(situation, stages) > 1
     micro = examples / count
     sends = [message(situation, stage[-1].output * micro, crosses) for stage in cut[:-1]]
-    forward = passes(situation, "forward", micro) + passes(situation, "other", micro)
-    backward = passes(situation, "backward", micro)
+    # A stage waits for others: of the cores it has its turns, and no crowd that meets.
+    ratio = turns(situation) / crowding(situation)
+    forward = ratio * (passes(situation, "forward", micro) + passes(situation, "other", micro))
+    backward = ratio * passes(situation, "backward", micro)
     passing = max(0.0, profile.slowdown(stages) - 1) * (forward + backward) / stages
     adding = profile.adding / cluster.slowest * (count > 1)
-    turns = max(1.0, crowding(situation))
+    taking = max(1.0, turns(situation))
 
     def seconds(action: Action) -> float:
         own = forward if action.kind == FORWARD else backward
@@ -84,7 +86,7 @@ def cost(strategy: Declared, situation: Situation) -> Cost:
         own += adding * sizes[action.stage] * (action.kind in ("backward", "weights"))
         edge = action.stage if action.kind == FORWARD else action.stage - 1
         if 0 <= edge < len(sends) and action.kind != "weights":
-            own += (sends[edge].memory + sends[edge].link) * turns
+            own += (sends[edge].memory + sends[edge].link) * taking
         return own
 
     spans = simulate(orders(schedule, Shape(stages, 1, count)), seconds)
