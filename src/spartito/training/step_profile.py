@@ -276,7 +276,7 @@ class Profiler:
 
         def forks() -> Iterator[float]:
             with Neighbours(count, work) as neighbours:
-                for _ in range(ROUNDS):
+                for _ in self._rounds():
                     neighbours.go_on()
                     beside = self._steps_for(stream)
                     neighbours.pause()
@@ -310,7 +310,7 @@ class Profiler:
 
         def forks() -> Iterator[float]:
             with Neighbours(tasks - 1, work) as neighbours:
-                for _ in range(ROUNDS):
+                for _ in self._rounds():
                     neighbours.go_on()
                     together = self._steps_for(stream, meeting.gather)
                     neighbours.pause()
@@ -338,6 +338,13 @@ class Profiler:
             return None
         finally:
             stream.close()
+
+    def _rounds(self) -> Iterator[int]:
+        """All rounds, or fewer where steps are long: half of the seconds are enough."""
+        until = time.perf_counter() + self._seconds / 2
+        for number in range(ROUNDS):
+            if not number or time.perf_counter() < until:
+                yield number
 
     def _steps_for(
         self, stream: Iterator[Batch], after: Callable[[], object] = lambda: None
