@@ -25,6 +25,7 @@ from spartito.data.decode import MODES, Color, pixels_of
 from spartito.data.headers import promised_format
 from spartito.data.image_files import ImageFiles, LocalImages, Stamp
 from spartito.errors import UserError
+from spartito.names import size
 from spartito.notes import warn
 from spartito.storage.span_cache import space_in
 from spartito.system.capacity import available_memory
@@ -98,7 +99,7 @@ class MemoryCache:
         if self._promised > free:
             raise UserError(
                 f'cache="memory" of {_said(decode, count)} on each of {replicas} replicas of this '
-                f"machine is {_size(self._promised)}; it may take {_size(max(0, free))} "
+                f"machine is {size(self._promised)}; it may take {size(max(0, free))} "
                 f"({SHARE:.0%} of the free memory, less what other caches wait for)",
                 "Name a directory instead: cache=DIR. It is shared by all replicas.",
             )
@@ -151,8 +152,8 @@ class DirectoryCache:
         wanted = count * (self._bytes + _HEAD.size)
         if wanted > free and wanted - self._in_use() > free:
             raise UserError(
-                f"cache={os.fspath(directory)!r} for {_said(decode, count)} is {_size(wanted)}; "
-                f"free on that disk are {_size(free)}",
+                f"cache={os.fspath(directory)!r} for {_said(decode, count)} is {size(wanted)}; "
+                f"free on that disk are {size(free)}",
                 "Name a directory on a larger disk.",
             )
 
@@ -238,12 +239,3 @@ def _head(stamp: Stamp, pixels: bytes | memoryview) -> bytes:
 
 def _said(decode: Decoding, count: int) -> str:
     return f"{count} images of {'x'.join(map(str, decode.shape))} bytes"
-
-
-def _size(number: float) -> str:
-    """Bytes for a reader."""
-    for name in ("kB", "MB"):
-        number /= 1e3
-        if number < 1e3:
-            return f"{number:.1f} {name}"
-    return f"{number / 1e3:.1f} GB"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -28,6 +28,19 @@ def dense(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
 def shaped(flat: Tensor, like: Tensor) -> Tensor:
     """``flat``, with as many elements, shaped and laid out as ``like``, a dense one."""
     return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+
+
+def viewing(like: Tensor) -> Callable[[torch.UntypedStorage], Tensor]:
+    """What makes of other memory the tensor that ``like`` is of its own."""
+    form = like.storage_offset(), like.size(), like.stride()
+    empty, conjugate, negative = like.new_empty(0), like.is_conj(), like.is_neg()
+
+    def view(memory: torch.UntypedStorage) -> Tensor:
+        found = empty.new_empty(0).set_(memory, *form)
+        found = torch._neg_view(found) if negative else found
+        return found.conj() if conjugate else found
+
+    return view
 
 
 def overlap(blocks: Sequence[tuple[int, int]]) -> bool:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from spartito.collectives.collective import left
 from spartito.collectives.process_group import ProcessGroupCollective
+from spartito.engine.memory_layout import viewing
 from spartito.engine.meta_models import make
 from spartito.engine.sharding.block_transport import Stage
 from spartito.engine.sharding.blocks import Members, RowLayout
@@ -305,17 +306,14 @@ class FullyShardedHome(Home):
             for n, each in enumerate(self._inner)
             if each.unsharded_param.untyped_storage().data_ptr() == storage
         )
-        form = like.storage_offset(), like.size(), like.stride()
-        dtype, conjugate, negative = like.dtype, like.is_conj(), like.is_neg()
+        view = viewing(like)
 
         def again() -> Tensor:
             there = self._inner[number].unsharded_param.untyped_storage()
             if not there.size():
                 self._is_needed = True
                 self.fsdp.unshard()
-            found = self._locals[number].new_empty(0, dtype=dtype).set_(there, *form)
-            found = torch._neg_view(found) if negative else found
-            return found.conj() if conjugate else found
+            return view(there)
 
         return again
 

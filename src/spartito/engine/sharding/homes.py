@@ -16,6 +16,7 @@ from spartito.collectives.pages import PAGE, PrivatePages
 from spartito.collectives.segment import Segment
 from spartito.engine.checksum import OTHER_VALUES, checksum, different, outliers
 from spartito.engine.host_reads import Number
+from spartito.engine.memory_layout import viewing
 from spartito.engine.meta_models import make
 from spartito.engine.sharding.block_transport import Stage
 from spartito.engine.sharding.blocks import Layout, Members, Section
@@ -415,14 +416,11 @@ class GatheredHome(Home):
 
     def saved(self, like: Tensor) -> Callable[[], Tensor]:
         """What gives a tensor that lies in the memory that is gathered now, then too."""
-        form = like.storage_offset(), like.size(), like.stride()
-        dtype, conjugate, negative = like.dtype, like.is_conj(), like.is_neg()
+        view = viewing(like)
 
         def again() -> Tensor:
             self.gather()
-            found = self._flat.new_empty(0, dtype=dtype).set_(self._flat.untyped_storage(), *form)
-            found = torch._neg_view(found) if negative else found
-            return found.conj() if conjugate else found
+            return view(self._flat.untyped_storage())
 
         return again
 
