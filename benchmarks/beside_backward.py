@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import statistics
 
-from benchmarks.common import Figure, announce, conclude, parser, positive, progress
-from benchmarks.thin_lines import measure
+from benchmarks.common import Figure, announce, conclude, parser, positive
+from benchmarks.thin_lines import in_turns
 
 CASES = {
     "deep-loopback": ("deep", "", 60),
@@ -37,15 +37,8 @@ def main() -> None:
     figures: list[Figure] = []
     seconds: dict[str, dict[str, list[float]]] = {}
     for case in given.only or CASES:
-        model, rate, steps = CASES[case]
         sides = tuple(given.side or SIDES)
-        found = seconds[case] = {side: [] for side in sides}
-        for number in range(given.rounds):
-            # Every second round runs backwards, so that no side always follows the same one.
-            for side in sides if number % 2 == 0 else reversed(sides):
-                found[side] += measure(side, model, rate, given.windows, steps)
-            now = {side: statistics.median(found[side]) * 1e3 for side in sides}
-            progress(number, given.rounds, now, f"ms a step, {case}")
+        found = seconds[case] = in_turns(given, case, sides, CASES[case])
         median = {side: statistics.median(values) for side, values in found.items()}
         figures += [Figure(f"{case}: {s}", median[s] * 1e3, measure="ms") for s in sides]
         if set(SIDES) <= set(sides):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.common import Figure, announce, conclude, parser, positive, progress
@@ -50,13 +52,7 @@ def main() -> None:
     for case in [given.only] if given.only else CASES:
         model, rate, steps = CASES[case]
         sides = tuple(given.side or SIDES)
-        found = seconds[case] = {side: [] for side in sides}
-        for number in range(given.rounds):
-            # Every second round runs backwards, so that no side always follows the same one.
-            for side in sides if number % 2 == 0 else reversed(sides):
-                found[side] += measure(side, model, rate, given.windows, steps)
-            now = {side: statistics.median(found[side]) * 1e3 for side in sides}
-            progress(number, given.rounds, now, f"ms a step, {case}")
+        found = seconds[case] = in_turns(given, case, sides, (model, rate, steps))
         median = {side: statistics.median(values) for side, values in found.items()}
         figures += [Figure(f"{case}: {s}", median[s] * 1e3, measure="ms") for s in sides]
         least = BITS[model] / RATES[rate]
@@ -67,6 +63,21 @@ def main() -> None:
             if name == case and {ours, theirs} <= set(sides)
         ]
     conclude(here, figures, given.json, seconds=seconds)
+
+
+def in_turns(
+    given: argparse.Namespace, case: str, sides: Sequence[str], of: tuple[str, str, int]
+) -> dict[str, list[float]]:
+    """Seconds per step of each side in all rounds, of a model, a rate, and steps of a window."""
+    found: dict[str, list[float]] = {side: [] for side in sides}
+    model, rate, steps = of
+    for number in range(given.rounds):
+        # Every second round runs backwards, so that no side always follows the same one.
+        for side in sides if number % 2 == 0 else reversed(sides):
+            found[side] += measure(side, model, rate, given.windows, steps)
+        now = {side: statistics.median(found[side]) * 1e3 for side in sides}
+        progress(number, given.rounds, now, f"ms a step, {case}")
+    return found
 
 
 def measure(side: str, model: str, rate: str, windows: int, steps: int) -> list[float]:

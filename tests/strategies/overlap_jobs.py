@@ -164,14 +164,14 @@ def loop(way: str, bucket_bytes: int) -> tuple[dict[str, Tensor], int, int]:
 
 
 def finding_out(
-    way: str, bucket_bytes: int | None, again: int
+    way: str, bucket_bytes: int | None, again: int, **options: Any
 ) -> tuple[dict[str, Tensor], int, bool]:
     """Weights after trials in updates 2 to 17 and after each ``again``, of 3.7 MB of gradients.
 
     With them how many buckets left early, and whether they do so now.
     """
     overlap_trial.AGAIN = again
-    strategy = make(way, bucket_bytes=bucket_bytes)
+    strategy = make(way, bucket_bytes=bucket_bytes, **options)
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(6, 300), *(nn.Linear(300, 300) for _ in range(10)))
     model, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.01, momentum=0.9))

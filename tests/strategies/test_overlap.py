@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spartito.engine.overlap_trial import AGAIN, SETTLING, TURN, OverlapTrial
-from spartito.engine.streamed_gradients import cut
+from spartito.engine.streamed_gradients import BUCKET, cut
 from spartito.wire.ports import free_port
 from tests.collectives.group import running
 from tests.replicas import Replicas
@@ -80,6 +80,15 @@ def test_what_is_faster_is_found_out_together(replicas: Replicas, way: str, size
     for (expected, none, _), (found, early, _) in zip(whole, tried, strict=True):
         assert none == 0
         assert early > 0
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+
+
+def test_codes_keep_their_buckets_whichever_way_is_taken(replicas: Replicas) -> None:
+    """What is left out of a bucket depends on what is in it."""
+    fixed = replicas(jobs.finding_out, 2, "sockets", BUCKET, 22, compress="topk")
+    tried = replicas(jobs.finding_out, 2, "sockets", None, 22, compress="topk")
+    for (expected, *_), (found, *_) in zip(fixed, tried, strict=True):
         for name, value in expected.items():
             assert torch.equal(found[name], value), name
 

@@ -27,7 +27,7 @@ from spartito.pipeline.program import Value
 FORTH, BACK, TIED = 0, 1, 2
 """What a message is: of the next stage, of the one before, or a gradient of tied parameters."""
 _KINDS = 3
-_NEVER = TIED + _KINDS * 62
+_NEVER = TIED + (_KINDS << 20)
 """The tag of no message: it is awaited of a task that is known to send nothing more."""
 CPU = torch.device("cpu")
 
@@ -249,37 +249,39 @@ class Messages:
         )  # fmt: skip
         return made, made.permute(0, 2, 3, 1) if last else made
 
-    def add(self, tensor: Tensor, number: int, stages: Sequence[int]) -> Tensor:
-        """Sum a tensor of the tasks that have some stages, the same bits on all of them.
+    def add(self, tensors: Sequence[Tensor], number: int, stages: Sequence[int]) -> list[Tensor]:
+        """Sum tensors of the tasks that have some stages, the same bits on all of them.
 
         Args:
-            tensor: Of one shape and dtype.
-            number: Which sum it is, of those that are under way.
+            tensors: Each of one shape and dtype on all tasks.
+            number: Which sums these are, of those that are under way.
             stages: The stages, in the order in which they are added.
 
         Returns:
-            The sum.
+            The sums.
         """
         ranks = list(dict.fromkeys(self._rank_of[stage] for stage in stages))
-        if self._links is not None and not tensor.is_cpu and len(ranks) > 1:
-            self.traffic.moved(tensor.nbytes * (len(ranks) - 1))
-            parts = self._links.gather(tensor, ranks)
-        else:
-            parts = self._exchanged(tensor, ranks, number * _KINDS + TIED)
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total.add_(part)
-        return total
-
-    def _exchanged(self, tensor: Tensor, ranks: Sequence[int], tag: int) -> list[Tensor]:
-        """The tensors of some tasks, by messages between each two of them."""
         others = [rank for rank in ranks if rank != self._rank]
-        for rank in others:
-            self._leave(tensor, rank, tag)
-        came = {rank: torch.empty_like(tensor) for rank in others}
-        for rank, part in came.items():
-            self._take(part, rank, tag)
-        return [came.get(rank, tensor) for rank in ranks]
+        by_mail = [n for n, t in enumerate(tensors) if self._links is None or t.is_cpu]
+        tags = [(number * len(tensors) + n) * _KINDS + TIED for n in range(len(tensors))]
+        for n in by_mail:  # all of them leave before one is awaited
+            for rank in others:
+                self._leave(tensors[n], rank, tags[n])
+        totals = []
+        for n, tensor in enumerate(tensors):
+            if self._links is not None and n not in by_mail and others:
+                self.traffic.moved(tensor.nbytes * len(others))
+                parts = self._links.gather(tensor, ranks)
+            else:
+                came = {rank: torch.empty_like(tensor) for rank in others}
+                for rank, part in came.items():
+                    self._take(part, rank, tags[n])
+                parts = [came.get(rank, tensor) for rank in ranks]
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total.add_(part)
+            totals.append(total)
+        return totals
 
     def leave(self, name: str, what: str) -> None:
         """Tell the others why this task sends nothing more.

@@ -178,16 +178,17 @@ class StagePasses:
     ) -> Iterator[tuple[str, Tensor]]:
         """The sums of gradients of parameters that several tasks have, by the parameter's name."""
         parameters = dict(self.piped.model.named_parameters())
-        tied = self.piped.tied()
-        for number, (name, stages) in enumerate(tied.items()):
+        for number, (name, stages) in enumerate(self.piped.tied().items()):
             parameter, grad = parameters[name], grads.get(name)
             if parameter.is_meta or len({stage % self.shape.tasks for stage in stages}) == 1:
                 continue
             # Whether there is one anywhere is told by the host, which does not wait for a device.
-            some = messages.add(torch.tensor([int(grad is not None)]), number, stages)
+            has, own = torch.tensor([int(grad is not None)]), parameter.new_zeros(parameter.shape)
+            some, total = messages.add(
+                [has, own if grad is None else own.copy_(grad)], number, stages
+            )
             if some[0]:
-                own = parameter.new_zeros(parameter.shape) if grad is None else grad.contiguous()
-                yield name, messages.add(own, len(tied) + number, stages)
+                yield name, total
 
     def counts(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
         """Whether each counts here; what several stages use counts in the first."""
