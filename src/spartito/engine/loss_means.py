@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from math import inf, isclose, prod
 from typing import Any
 
@@ -157,11 +158,9 @@ def divisor(loss: Tensor, size: int) -> Divisor | None:
 def _is_of_classes(root: Node, size: int) -> bool:
     """Whether a loss is torch's own cross entropy of one class for each example, and nothing else.
 
-    The commonest case, which takes an eighth of the time that the walk does: a loop has the same
-    operations in each step, so whether they compare examples is looked at in the first ones, and
-    then now and again.
+    The commonest case, in a fraction of the time that the whole walk takes. Whether examples are
+    compared is looked at each time: a loop may compute one loss and then another.
     """
-    global _seen
     if kind_of(root) != "NllLossBackward0" or root._saved_reduction != _MEAN:
         return False
     if root._saved_target.numel() != size or root._saved_weight is not None:
@@ -169,12 +168,7 @@ def _is_of_classes(root: Node, size: int) -> bool:
     weight = root._saved_total_weight
     if not weight.is_cpu or weight.tolist() != size:
         return False
-    _seen += 1
-    return (_seen > _OFTEN and _seen % _SELDOM != 0) or not compares_rows(parents(root), size)
-
-
-_seen = 0
-_OFTEN, _SELDOM = 64, 17
+    return not compares_rows(parents(root), size)
 
 
 def _joined(terms: list[_Term], size: int) -> Divisor | None:
@@ -493,18 +487,19 @@ def _read(weight: Tensor) -> float | Tensor:
     return float(number)
 
 
-_looks = 8
-"""So often numbers on a device are read to compare them; then nobody waits for them again."""
+_ALWAYS, _SELDOM = 8, 64
+"""Numbers on a device are compared so often at first, then each so many losses: one waits."""
+
+_on_device = count(1)
 
 
 def _all_equal(weights: list[float | Tensor]) -> bool:
-    global _looks
     if len(weights) == 1:
         return True
     if any(isinstance(weight, Tensor) for weight in weights):
-        if not _looks:
+        number = next(_on_device)
+        if number > _ALWAYS and number % _SELDOM:
             return True
-        _looks -= 1
     first, *others = map(float, weights)
     return all(isclose(first, other, rel_tol=1e-6) for other in others)
 
