@@ -209,7 +209,8 @@ class Commands:
             k: v for k, v in os.environ.items() if not k.startswith(OF_OUR_OWN) or k == ENV_PORTABLE
         }
         told = {**plain, "OMP_NUM_THREADS": "1", **(env or {}), MARK: mark}
-        told["PYTHONPATH"] = known_state.with_lean(told.get("PYTHONPATH", ""))
+        if (path := told.get("PYTHONPATH")) != "":  # as a user has it
+            told["PYTHONPATH"] = known_state.with_lean(path or "")
         texts = [str(word) for word in words]
         popen = SERVERS.launched(texts, told, self.directory) or subprocess.Popen(
             texts,
@@ -258,6 +259,8 @@ class Servers:
     ) -> Launched | None:
         """A launcher as a fork; None for other programs, and other environments than of most."""
         if tuple(words[: len(SPARTITO)]) != SPARTITO:
+            return None
+        if env["PYTHONPATH"] != os.environ["PYTHONPATH"]:  # it may find another torch, that waits
             return None
         usual = replica_environment(env, 1)
         with self._one_at_a_time, open(os.devnull, "wb") as nobody:

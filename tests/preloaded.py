@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 from importlib import import_module
 
-# The first optimizer of a process imports torch._dynamo; a run's report is drawn by matplotlib.
-# What takes seconds to import is not imported by replicas while others wait for them.
+# DDP asks for torch's compiler; a run's report is drawn by matplotlib. What takes seconds to import
+# is not imported by replicas while others wait for them.
 for name in (
-    *("torch._dynamo", "spartito.training.trainer", "tests.strategies.ps_processes"),
+    *("torch._dynamo.config", "spartito.training.trainer", "tests.strategies.ps_processes"),
     *(
         "torchmetrics",
         "jinja2",

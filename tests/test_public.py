@@ -33,6 +33,7 @@ LAYERS = [
         "folders",
         "forks",
         "heartbeat",
+        "late_compiler",
         "life",
         "packages",
         "status",

@@ -18,6 +18,7 @@ from spartito.errors import (
     UserError,
     install_excepthook,
 )
+from spartito.late_compiler import put_off as _put_off_compiler
 from spartito.notes import configure as _configure
 from spartito.system import check_platform as _check_platform
 
@@ -133,4 +134,5 @@ __all__ = [
 
 install_excepthook()
 _check_platform()
+_put_off_compiler()
 _configure()

@@ -27,7 +27,7 @@ from spartito.collectives.collective import Collective, Piggybacked
 from spartito.collectives.lane import Lane
 from spartito.collectives.standing_sum import Work
 from spartito.engine.checksum import checksum
-from spartito.engine.compression import Compression, Whole
+from spartito.engine.compression import Compression
 from spartito.engine.gradients import PackedGradients, different_batches, views
 from spartito.engine.host_reads import Number
 from spartito.engine.overlap_trial import OverlapTrial
@@ -185,9 +185,7 @@ class StreamedGradients(PackedGradients):
         self._buckets = []  # their memory is free for the new ones
         nbytes = [parameter.numel() * parameter.itemsize for parameter in parameters]
         kinds = [parameter.dtype for parameter in parameters]
-        parts = sum(nbytes) >= OVERLAPPED * self._bucket_bytes and (
-            self._overlaps or not isinstance(self.compression, Whole)  # others round by bucket
-        )
+        parts = self._overlaps and sum(nbytes) >= OVERLAPPED * self._bucket_bytes
         limit = self._bucket_bytes if parts else sum(nbytes) + 1
         self._buckets = [
             _Bucket(members, parameters, self._lane, self.compression)

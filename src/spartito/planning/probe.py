@@ -28,9 +28,8 @@ from spartito.notes import note
 from spartito.planning import reference
 from spartito.wire.ports import free_ports
 
-LOADED = ("torch._dynamo", "spartito.training.trainer")
-"""What tasks need, which are forks of a process that has it. The first optimizer of a process loads
-torch._dynamo, which takes longer than all that is measured."""
+LOADED = "spartito.training.trainer"
+"""What tasks need, which are forks of a process that has it."""
 LIMIT = 60.0
 SMALL, LEAST, MOST = 1 << 10, 1 << 20, 1 << 26
 """Bytes of a small sum, and between which the other one is, which has those of the model: the more
@@ -53,8 +52,7 @@ def main() -> None:
     """Measure, and write what came out."""
     import torch
 
-    for name in LOADED:
-        import_module(name)
+    import_module(LOADED)
     file, told = Path(sys.argv[1]), sys.stdin.readline()
     if not told:  # nobody wants to know any more
         return

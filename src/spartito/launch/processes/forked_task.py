@@ -28,11 +28,7 @@ from spartito.names import ENV_FORK_SERVER
 from spartito.system import PROC, die_with_parent
 from spartito.system.texts import text_of
 
-PRELOADED = (
-    # An optimizer imports the compiler of torch, which takes as long as torch itself.
-    *("torch", "torch._dynamo"),
-    *("spartito.training.trainer", "spartito.collectives.rendezvous"),
-)
+PRELOADED = ("torch", "spartito.training.trainer", "spartito.collectives.rendezvous")
 """What is imported before there are tasks."""
 
 PADDING = "PADDING_OF_FORKS"
