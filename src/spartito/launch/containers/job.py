@@ -16,11 +16,10 @@ from spartito.launch.containers.engine import VERSION_LABEL, Engine, TaskState
 from spartito.launch.containers.file import Folder, JobFile, read_job
 from spartito.launch.containers.secret import make_secret
 from spartito.launch.containers.watch import Watch, how_it_ended, verdict
+from spartito.launch.processes.interrupts import ENDING
 from spartito.notes import say
 from spartito.wire.addresses import split_address
 from spartito.wire.listening import bound
-
-INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 FALLEN_SECONDS = 5
 """From the request to stop to the kill, for the others once a task failed."""
@@ -277,7 +276,7 @@ def interrupts() -> Iterator[Callable[[], None]]:
         ignore()
         raise Interrupted(number)
 
-    old = {number: signal.getsignal(number) for number in INTERRUPTS}
+    old = {number: signal.getsignal(number) for number in ENDING}
     if old[signal.SIGHUP] == signal.SIG_IGN:  # nohup
         del old[signal.SIGHUP]
     for number in old:
