@@ -257,18 +257,11 @@ class ServedTeam(Team):
 
 
 class ToServers(Whole):
-    """The exchange of a worker whose gradients go to servers as they are.
-
-    Args:
-        team: The workers.
-    """
+    """The exchange of a worker whose gradients go to servers as they are."""
 
     agreement = Alike()
     brings = divides = False
     fraction = 0.0
-
-    def __init__(self, team: ServedTeam) -> None:
-        self._team = team
 
     def check(self, optimizer: object, settings: Settings) -> None:
         """As `Exchange.check`: what the servers can, `ServedStep` has checked."""
