@@ -191,7 +191,6 @@ class ProcessGroupCollective(Collective):
                 self.host.timeout = seconds
 
     def follow(self, current_call: CurrentCall) -> None:
-        """As `Collective.follow`."""
         super().follow(current_call)
         if self.host is not None:
             self.host.follow(current_call)
@@ -443,7 +442,6 @@ class ProcessGroupCollective(Collective):
             self.host.close()
 
     def heartbeat(self) -> None:
-        """As `Collective.heartbeat`."""
         if self.host is not None:
             self.host.heartbeat()
 

@@ -160,7 +160,6 @@ class Sky(Cloud):
     )
 
     def plan(self, job: JobSpec) -> Nodes:
-        """As `FileLauncher.plan`."""
         out = None if job.out is None else _bucket("--out", str(job.out))
         if self.gpus and self.gpu_type is None:
             raise UserError("--gpus: SkyPilot wants to know which", "Add --gpu-type L4, or others.")
@@ -229,7 +228,6 @@ class Dstack(Cloud):
     image: str = option("The image that all run.", IMAGE, metavar="NAME")
 
     def plan(self, job: JobSpec) -> Nodes:
-        """As `FileLauncher.plan`."""
         if job.out is None:
             raise UserError(
                 "no --out: what a container writes goes with it",

@@ -83,7 +83,6 @@ class Compose(Recovering, FileLauncher[Containers]):
         write_files(planned, self.into)
 
     def plan(self, job: JobSpec) -> Containers:
-        """As `FileLauncher.plan`."""
         program, roles = job.program, job.roles()
         check_text((program.name, *program.arguments))
         check_image(self.image)

@@ -122,7 +122,6 @@ class Slurm(FileLauncher[BatchJob]):
         print_file(batch_file(planned))
 
     def plan(self, job: JobSpec) -> BatchJob:
-        """As `FileLauncher.plan`."""
         roles = job.roles()
         if roles.chief:
             raise UserError(
