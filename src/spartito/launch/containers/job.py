@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +17,7 @@ from spartito.launch.containers.file import Folder, JobFile, read_job
 from spartito.launch.containers.secret import make_secret
 from spartito.launch.containers.watch import Watch, how_it_ended, verdict
 from spartito.launch.processes.interrupts import ENDING
+from spartito.names import aligned
 from spartito.notes import say
 from spartito.wire.addresses import split_address
 from spartito.wire.listening import bound
@@ -113,10 +114,8 @@ def status(path: Path) -> int:
     if not listed:
         raise _not_here(path, job)
     states = {state.service: state for state in listed}
-    width = max(map(len, job.services))
-    print(f"{'task':<{width}}  {'status':<10}  {'health':<9}  starts  exit code")
-    for service in job.services:
-        print(_row(service, states.get(service), width))
+    rows = [_row(service, states.get(service)) for service in job.services]
+    print("\n".join(aligned([("task", "status", "health", "starts", "exit code"), *rows], (3, 4))))
     if (found := verdict(job, listed)) is not None:
         code, name = found
         print(f"{job.name} has ended: {how_it_ended(job, listed, name) if code else 'all is well'}")
@@ -243,14 +242,12 @@ def _say_folders(job: JobFile) -> None:
             say(f"the run folder is {folder.path}")
 
 
-def _row(service: str, state: TaskState | None, width: int) -> str:
+def _row(service: str, state: TaskState | None) -> Sequence[str]:
     if state is None:
-        return f"{service:<{width}}  missing"
+        return service, "missing", "", "", ""
     # The last health check of a container that has ended says nothing: it may have been stopping.
     code, health = (str(state.code), "") if state.ended else ("", state.health)
-    return (
-        f"{service:<{width}}  {state.status:<10}  {health:<9}  {state.starts:>6}  {code:>9}"
-    ).rstrip()
+    return service, state.status, health, str(state.starts), code
 
 
 class Interrupted(BaseException):
