@@ -12,7 +12,7 @@ from types import FrameType
 
 from spartito.errors import EXIT_TASK_LOST, SpartitoError, UserError
 from spartito.launch.containers.compose import STOP_SECONDS
-from spartito.launch.containers.engine import VERSION_LABEL, Engine, TaskState
+from spartito.launch.containers.engine import Engine, TaskState
 from spartito.launch.containers.file import Folder, JobFile, read_job
 from spartito.launch.containers.secret import make_secret
 from spartito.launch.containers.watch import Watch, how_it_ended, verdict
@@ -221,12 +221,7 @@ def _check_open(job: JobFile, folder: Folder) -> None:
 def check_images(engine: Engine, job: JobFile) -> None:
     """Raise `UserError` for an image that is missing; note one with another Spartito."""
     for image in job.images:
-        built = engine.label(image, VERSION_LABEL)
-        if built is None:
-            raise UserError(
-                f"there is no image {image!r} on this machine",
-                f"Build it: spartito cluster image --tag {image}",
-            )
+        built = engine.version_in(image)
         if built and built != version("spartito"):
             say(f"note: the image {image} holds Spartito {built}, here is {version('spartito')}")
 
