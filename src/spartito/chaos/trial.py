@@ -233,8 +233,7 @@ def _left(folder: Path, sandboxes: Sequence[Sandbox], before: frozenset[str]) ->
     end = time.monotonic() + LAST
     while True:
         processes = [
-            f"process {one.pid} ({one.task or '?'}, {one.state})"
-            for one in marked(folder)
+            f"process {one.pid} ({one.task or '?'}, {one.state})" for one in marked(folder)
         ]
         files = sorted(set(_files(sandboxes)) - before)
         if not processes + files or time.monotonic() > end:

@@ -35,6 +35,7 @@ from spartito.names import ENV_EPOCHS, ENV_RUN_DIR, ENV_STRATEGY, ENV_STRATEGY_O
 from spartito.notes import say
 from spartito.system import PROC, machine_memory
 from spartito.system.capacity import available_cores
+from spartito.system.texts import text_of
 
 NOT_INHERITED = ("TF_CONFIG", ENV_STRATEGY, ENV_STRATEGY_OPTIONS, ENV_RUN_DIR, ENV_EPOCHS)
 """Variables that say who we are and how to train: each run has its own."""
@@ -386,9 +387,6 @@ def _write(lines: Sequence[bytes], ours: BinaryIO, kept: deque[bytes] | None = N
 
 
 def _processor() -> str:
-    try:
-        lines = (PROC / "cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = text_of(PROC / "cpuinfo").splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
