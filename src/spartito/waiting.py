@@ -56,14 +56,10 @@ class Waiting:
         self._rank = rank
         self._names = names
 
-    def due(self, limit: float) -> float:
-        """Seconds of a wait, of at most ``limit``, until the next `look`."""
-        return min(limit, self.after, limit if self._dumped else limit / 2)
-
     def look(self, seconds: float, late: Collection[int], limit: float) -> None:
         """Take note that the ranks ``late`` have not come for ``seconds`` of at most ``limit``.
 
-        Only the first of those who wait says so, and none unless ``aloud``.
+        Only the first of those who wait says so, and none unless ``enabled``.
         """
         if not self._dumped and seconds >= limit / 2:
             self._dumped = True

@@ -98,11 +98,6 @@ class Inside:
         """Whether this member speaks for the group."""
         return self.group.rank == 0
 
-    @property
-    def member(self) -> tuple[int, int]:
-        """The number of this member, and how many there are."""
-        return self.group.rank, self.group.world_size
-
     def tell(self, work: Callable[[], bytes]) -> bytes:
         """What ``work`` returns to the first member, on all, who all call this.
 
