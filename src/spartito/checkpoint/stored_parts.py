@@ -238,10 +238,6 @@ class Reader:
         """Which names stand for which others."""
         return self._aliases
 
-    def slots(self, name: str) -> list[tuple[Path, Slot]]:
-        """The parts of a tensor, and the file of each."""
-        return [(stored.file, stored.slot) for stored in self._of(name)]
-
     def files_of(self, name: str) -> list[Path]:
         """The files that have a part of a tensor."""
         return [stored.file for stored in self._of(name)]
