@@ -26,10 +26,10 @@ def quoted(path: str) -> str:
     return shlex.quote(path)
 
 
-def check_folder(option: str, folder: Path | None) -> None:
-    """Raise `UserError` where ``folder``, the value of ``option``, is given but not there."""
+def check_data(folder: Path | None) -> None:
+    """Raise `UserError` where the folder with the data is given but not there."""
     if folder is not None and not folder.is_dir():
-        raise UserError(f"{option} {folder} is no folder", f"The folder we are in is {Path.cwd()}.")
+        raise UserError(f"--data {folder} is no folder", f"The folder we are in is {Path.cwd()}.")
 
 
 def inside_here(path: Path) -> Path | None:

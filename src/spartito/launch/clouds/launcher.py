@@ -27,7 +27,7 @@ from spartito.launch.images import check_image
 from spartito.launch.job import JobSpec, check_folders_of_recipe, option
 from spartito.launch.kubernetes.values import check_memory, quantity
 from spartito.launch.processes.roles import Roles
-from spartito.launch.target import check_folder, named_here
+from spartito.launch.target import check_data, named_here
 
 BUCKETS = ("s3", "gs", "r2", "cos", "oci", "nebius", "coreweave")
 """Stores that SkyPilot mounts."""
@@ -287,7 +287,7 @@ def _sky_data(text: str | None) -> Data:
     if text is None:
         return Data()
     if (found := parse_url(text)) is None:
-        check_folder("--data", Path(text))
+        check_data(Path(text))
         return Data(folder=named_here("--data", Path(text)))
     if found[0] in SCHEMES and found[1]:
         return Data(url=f"{found[0]}://{found[1]}")

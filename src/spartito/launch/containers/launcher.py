@@ -27,7 +27,7 @@ from spartito.launch.images import check_image
 from spartito.launch.job import JobSpec, check_folders_of_recipe, option
 from spartito.launch.processes.roles import Roles
 from spartito.launch.recovery_options import Recovering
-from spartito.launch.target import check_folder, seen_from_here
+from spartito.launch.target import check_data, seen_from_here
 from spartito.registry import default_name, strategy_info
 from spartito.system.capacity import available_cores
 from spartito.urls import is_remote
@@ -117,7 +117,7 @@ class Compose(Recovering, FileLauncher[Containers]):
         given = job.data_folder
         is_file = given is not None and given.is_file()  # its folder is mounted
         folder = given.parent if given is not None and is_file else given
-        check_folder("--data", folder)
+        check_data(folder)
         check_folders_of_recipe(program, "compose")
 
         def named(path: Path) -> str:
