@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spartito.comparison.report.results import Figures, comparison, read_result
-from spartito.report.figures import NOTHING, duration, figure, is_fraction, or_nothing, percent
+from spartito.report.figures import NOTHING, clock_time, figure, is_fraction, or_nothing, percent
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "explanation" / "study.md"
 PICTURES = "pictures"
@@ -160,8 +160,8 @@ def _row(result: Result) -> list[str]:
         figure("val_accuracy", run.final),
         figure("val_accuracy", run.best),
         figure("val_loss", run.loss),
-        duration(run.times[-1]),
-        duration(result.seconds),
+        clock_time(run.times[-1]),
+        clock_time(result.seconds),
         figure("examples_per_second", result.rate),
         or_nothing(run.waited_for_tasks, percent),
         NOTHING if mean is None else f"{mean:.2f} / {max(run.staleness)}",

@@ -1,4 +1,4 @@
-"""Names that more than one package uses, and words for people: a speller, sizes, tables."""
+"""Names that more than one package uses, and words for people: lists, sizes, times, tables."""
 
 from __future__ import annotations
 
@@ -121,13 +121,31 @@ def plural(count: int, word: str, several: str = "") -> str:
     return f"{count} {word if count == 1 else several or word + 's'}"
 
 
+def listed(names: Sequence[str], most: int | None = None) -> str:
+    """``a``, ``a and b``, ``a, b and c``; with more than ``most`` names ``a, b and 3 more``."""
+    if most is not None and len(names) > most:
+        names = [*names[: most - 1], f"{len(names) - most + 1} more"]
+    return " and ".join([", ".join(names[:-1]), *names[-1:]] if len(names) > 1 else names)
+
+
 def size(count: float) -> str:
     """Bytes as a person reads them: ``312 MB``, ``1.4 GB``, ``2.1 kB``."""
     for name, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
+        if count >= 0.9995 * size:
             value = count / size
             return f"{value:.0f} {name}" if value >= 100 else f"{value:.1f} {name}"
     return f"{count:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """``80 µs``, ``1.56 ms``, ``12.3 s``, ``4.5 min``, ``3.2 h``, ``12.1 days``."""
+    for name, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.3g} {name}"
+    for name, length in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 0.9995 * length:
+            return f"{seconds / length:.3g} {name}"
+    return f"{seconds * 1e6:.0f} µs"
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:

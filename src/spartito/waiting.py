@@ -10,11 +10,12 @@ import time
 from collections.abc import Collection, Sequence
 
 from spartito.heartbeat import dump_stacks
+from spartito.names import listed
 from spartito.notes import note
 
 FIRST = 2.0  # seconds of the first wait that is logged
 FACTOR = 10  # the next one that is logged is so many times longer
-SHOWN = 4  # names in a line
+MOST = 5  # names in a line
 
 
 class HalfTime:
@@ -55,14 +56,10 @@ class Waiting:
         self._rank = rank
         self._names = names
 
-    def due(self, limit: float) -> float:
-        """Seconds of a wait, of at most ``limit``, until the next `look`."""
-        return min(limit, self.after, limit if self._dumped else limit / 2)
-
     def look(self, seconds: float, late: Collection[int], limit: float) -> None:
         """Take note that the ranks ``late`` have not come for ``seconds`` of at most ``limit``.
 
-        Only the first of those who wait says so, and none unless ``aloud``.
+        Only the first of those who wait says so, and none unless ``enabled``.
         """
         if not self._dumped and seconds >= limit / 2:
             self._dumped = True
@@ -71,7 +68,5 @@ class Waiting:
             return
         self.after *= FACTOR
         if self.enabled and not set(range(self._rank)) - set(late):
-            shown = [self._names[rank] for rank in sorted(late)[:SHOWN]]
-            more = [f"{len(late) - SHOWN} more"] if len(late) > SHOWN else []
-            who = " and ".join(shown + more)
+            who = listed([self._names[rank] for rank in sorted(late)], MOST)
             note("waiting for %s, for %.0f s now; the limit is %.0f s", who, seconds, limit)

@@ -25,7 +25,7 @@ from spartito.doctor.report import closing, grids
 from spartito.doctor.rules.judge import judge
 from spartito.doctor.rules.lines import VERY_THIN, compress
 from spartito.doctor.rules.verdict import Verdict, exit_code
-from spartito.doctor.wording import duration
+from spartito.names import duration
 
 GIB = 1 << 30
 W0, W1, W2 = "worker 0", "worker 1", "worker 2"
@@ -329,7 +329,7 @@ def test_pythons_that_differ_by_more_than_a_patch(python: str, told: bool) -> No
     assert exit_code(judge(given)) == 0
 
 
-@pytest.mark.parametrize(("ahead", "words"), [(3.0, "3.0 s ahead of"), (-200.0, "3 min behind")])
+@pytest.mark.parametrize(("ahead", "words"), [(3.0, "3 s ahead of"), (-200.0, "3.33 min behind")])
 def test_a_clock_that_is_off(ahead: float, words: str) -> None:
     speeds = [Speed(W0, W1, 2e-4, 1e9, 0.9), Speed(W2, W0, 2e-4, 1e9, -ahead)]
     verdict = the_verdict(report(speeds=speeds), "clock")

@@ -19,8 +19,8 @@ from spartito.pipeline.schedules import (
     WEIGHTS,
     Action,
     Shape,
+    Span,
     bubble,
-    idle,
     orders,
     passing,
     simulate,
@@ -49,6 +49,13 @@ def test_each_microbatch_passes_each_stage_once(name: str, shape: Shape) -> None
             for stage in stages:
                 own = [a.microbatch for a in order if (a.kind, a.stage) == (kind, stage)]
                 assert own == sorted(own)
+
+
+def idle(spans: Sequence[Sequence[Span]]) -> float:
+    """The part of a step in which a task computed nothing, the mean over the tasks."""
+    every = [span for own in spans for span in own]
+    whole = max(span.end for span in every) - min(span.start for span in every)
+    return 1 - sum(span.end - span.start for span in every) / len(spans) / whole
 
 
 @given(names, shapes)

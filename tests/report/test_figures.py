@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from spartito.report.figures import duration, figure, higher_is_better, label, metric_names
+from spartito.report.figures import clock_time, figure, higher_is_better, label, metric_names
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def test_a_figure_as_a_person_reads_it(name: str, value: float | None, text: str
     ("seconds", "text"),
     [(0.04, "0.0 s"), (59.94, "59.9 s"), (59.99, "1:00"), (185, "3:05"), (3785, "1:03:05")],
 )
-def test_a_duration(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+def test_a_time_as_a_clock_shows_it(seconds: float, text: str) -> None:
+    assert clock_time(seconds) == text
 
 
 @pytest.mark.parametrize("name", ["accuracy", "val_acc", "val_top_5_accuracy", "auc", "f1"])

@@ -169,7 +169,8 @@ def test_each_task_writes_its_own_part(written: Written) -> None:
         "trainer.safetensors",
     ]
     read = Reader(folder, "model")
-    shapes = {slot.name: slot.box.sizes for name in read.names for _, slot in read.slots(name)[1:]}
+    slots = (stored.slot for name in read.names for stored in read._of(name)[1:])
+    shapes = {slot.name: slot.box.sizes for slot in slots}
     assert shapes == {"0.weight": (4, 6), "3.weight": (2, 8)}
     for case in SAVING:
         if case[0] == "central_storage":  # each keeps the optimizer's state of some elements

@@ -238,8 +238,8 @@ def test_what_is_written_into_a_model_that_is_only_shown_is_refused(replicas: Re
     """The chief alone has callbacks; the others hear of it."""
     given = {"groups": 2, "quorum": 2, "every": 4, **SMALL}
     first, other = replicas(jobs.written_amid, 2, "parameter_server", given, "in place", servers=1)
-    assert "0.bias, 3.bias changed while the model showed the merged values" in first
-    assert "ended the job: UserError: 0.bias, 3.bias changed" in str(other)
+    assert "0.bias and 3.bias changed while the model showed the merged values" in first
+    assert "ended the job: UserError: 0.bias and 3.bias changed" in str(other)
     case = ("parameter_server", 2, given)
     found = run(replicas, case, jobs.written_amid, how="back")
     close(found, local_by_torch.by_torch([[0], [1]], 4, epochs=1)["weights"])

@@ -264,7 +264,7 @@ def test_what_is_written_into_a_model_that_is_only_shown_is_refused(
     count = 4 if "sites" in options else 3
     for how in ("in place", "chief"):
         for said in replicas(jobs.written_amid, count, "local_sgd", given, how):
-            assert "0.bias, 3.bias changed while the model showed the merged values" in said
+            assert "0.bias and 3.bias changed while the model showed the merged values" in said
     found = run(replicas, ("local_sgd", count, given), jobs.written_amid, how="back")
     expected = local_by_torch.by_torch(UNEVEN, 4, epochs=1)
     if "sites" in options:

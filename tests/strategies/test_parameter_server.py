@@ -340,7 +340,7 @@ def test_a_loop_of_ones_own(replicas: Replicas, tmp_path: Path, bound: int | Non
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("in place", "0.bias, 3.bias of the model changed on worker 0 between two steps"),
+        ("in place", "0.bias and 3.bias of the model changed on worker 0 between two steps"),
         ("set", "3.bias of the model changed on worker 0 between two steps"),
     ],
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import spartito as sp
 from spartito.training.loops.callback_catch_up import missed
-from spartito.training.loops.mark import ALL
+from spartito.training.loops.recovering_loop import ALL
 
 
 def test_who_keeps_a_state_has_seen_it_already(tmp_path: Path) -> None:

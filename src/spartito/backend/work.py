@@ -15,12 +15,9 @@ _FOREVER = timedelta(0)
 class Done(dist.Work):
     """A call that is complete. torch's C++ parts wait for its future, which is complete too."""
 
-    def __init__(
-        self, result: Sequence[Tensor] | Sequence[Sequence[Tensor]] = (), source: int = -1
-    ):
+    def __init__(self, result: Sequence[Tensor] | Sequence[Sequence[Tensor]] = ()):
         super().__init__()
         self._result = result
-        self._source = source
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
         """Return at once."""
@@ -48,8 +45,8 @@ class Done(dist.Work):
         return list(self._result)  # type: ignore[arg-type]
 
     def source_rank(self) -> int:
-        """The rank of the group that sent, -1 for a collective operation."""
-        return self._source
+        """-1: no rank sent, it was a collective operation."""
+        return -1
 
     _source_rank = source_rank
 
@@ -74,6 +71,7 @@ class Receive(Done):
     def __init__(self, tensor: Tensor, progress: Callable[[Receive, bool], bool]) -> None:
         super().__init__([tensor])
         self._progress = progress
+        self._source = -1
         self.came = False
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:

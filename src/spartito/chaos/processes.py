@@ -7,7 +7,9 @@ import os
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+from spartito.chaos.inside import ENV
 from spartito.system import PROC
 
 
@@ -28,26 +30,25 @@ class Seen:
     state: str
 
 
-def marked(name: str, value: str) -> list[Seen]:
-    """The processes in whose environment the variable has this value; no zombies.
+def marked(folder: Path) -> list[Seen]:
+    """The processes of a run; no zombies.
 
     Args:
-        name: the variable.
-        value: what it is.
+        folder: the run's, which all of them have in their environment.
 
     Returns:
         Those that could be looked at.
     """
-    wanted = f"{name}={value}".encode()
+    wanted = f"{ENV}={folder}".encode()
     found = []
-    for folder in PROC.iterdir():
-        if folder.name.isdigit():
+    for one in PROC.iterdir():
+        if one.name.isdigit():
             with suppress(OSError, IndexError, ValueError):
-                variables = (folder / "environ").read_bytes().split(b"\0")
-                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+                variables = (one / "environ").read_bytes().split(b"\0")
+                state, parent = (one / "stat").read_text().rpartition(")")[2].split()[:2]
                 if wanted in variables and state != "Z":
                     task = _task_of(dict(_pairs(variables)))
-                    found.append(Seen(int(folder.name), int(parent), task, state))
+                    found.append(Seen(int(one.name), int(parent), task, state))
     return found
 
 
@@ -61,9 +62,9 @@ def tasks_of(seen: list[Seen]) -> dict[str, int]:
     }
 
 
-def end_all(name: str, value: str) -> None:
-    """End every process that carries the mark, as `marked` finds it, and what these start."""
-    while found := marked(name, value):
+def end_all(folder: Path) -> None:
+    """End every process of a run, as `marked` finds it, and what these start."""
+    while found := marked(folder):
         for one in found:
             with suppress(ProcessLookupError):
                 os.kill(one.pid, signal.SIGKILL)

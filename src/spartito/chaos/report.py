@@ -10,6 +10,7 @@ from typing import Any
 from spartito.chaos.picture import kinds, picture
 from spartito.chaos.schedule import KINDS
 from spartito.chaos.suite import read_results
+from spartito.names import plural
 from spartito.storage.atomic import write_file_atomically
 from spartito.storage.own_files import begins_with, check_own, contains
 
@@ -85,12 +86,11 @@ def summary(results: Sequence[Mapping[str, Any]]) -> str:
     """One sentence on all of them."""
     broken = sum(bool(result["broken"]) for result in results)
     count = len({result["strategy"] for result in results})
-    strategies = "1 strategy" if count == 1 else f"{count} strategies"
     left_out = sum(result["lost"] for result in results if kinds(result) == ["nan"])
     lost = sum(result["lost"] for result in results) - left_out
     said = (
-        f"{len(results) - broken} of {len(results)} runs under {strategies} ended as "
-        f"promised; {lost} steps were lost."
+        f"{len(results) - broken} of {len(results)} runs under "
+        f"{plural(count, 'strategy', 'strategies')} ended as promised; {lost} steps were lost."
     )
     if left_out:
         said += f" {left_out} updates that were not finite were left out, as asked."

@@ -130,7 +130,7 @@ def run(asked: Run, reaper: Reaper, server: ForkServer | None = None) -> Outcome
         for popen in popens.values():
             with suppress(ProcessLookupError):
                 os.killpg(popen.pid, signal.SIGKILL)
-        end_all(ENV, str(folder))
+        end_all(folder)
         for popen in popens.values():
             popen.wait()
         reaper.watch([])
@@ -204,7 +204,7 @@ class _Injector(ExitStack):
     def _do(self, fault: Fault) -> None:
         found = {name: popen.pid for name, popen in self.started.items()}
         if fault.task != LAUNCHER:
-            found |= tasks_of(marked(ENV, str(self.folder)))
+            found |= tasks_of(marked(self.folder))
         if fault.task not in found:
             return  # it has not started yet, or ends
         start = self.asked.starts.get(fault.task)
@@ -233,8 +233,7 @@ def _left(folder: Path, sandboxes: Sequence[Sandbox], before: frozenset[str]) ->
     end = time.monotonic() + LAST
     while True:
         processes = [
-            f"process {one.pid} ({one.task or '?'}, {one.state})"
-            for one in marked(ENV, str(folder))
+            f"process {one.pid} ({one.task or '?'}, {one.state})" for one in marked(folder)
         ]
         files = sorted(set(_files(sandboxes)) - before)
         if not processes + files or time.monotonic() > end:

@@ -59,6 +59,17 @@ class LocalCopies:
         private_directory(self.folder.parent, _ADVICE)
         private_directory(self.folder, _ADVICE)
 
+    def next_number(self) -> int:
+        """The number of the directory that is written next; the folder is there then.
+
+        Raises:
+            UnwritableError: The store cannot be read, or the folder not made.
+        """
+        with saving():
+            self.prepare()
+            found = whole_ones(self._store)
+        return 1 + (int(found[-1][1].about.get("sequence", 0)) if found else 0)
+
     def fetch(self, name: str) -> Path:
         """Where this task reads a directory of the store.
 
@@ -141,12 +152,8 @@ class StoredCheckpoints:
         self, name: str, metrics: Mapping[str, float] | None = None, best: Score | None = None
     ) -> dict[str, Any]:
         """As `CheckpointManager.begin`."""
-        with saving():
-            self._copies.prepare()
-            found = whole_ones(self._store)
         self._upload = new_name(name)
-        newest = int(found[-1][1].about.get("sequence", 0)) if found else 0
-        return about_of(newest + 1, metrics, best)
+        return about_of(self._copies.next_number(), metrics, best)
 
     def end(self, name: str, best: Score | None = None) -> None:
         """As `CheckpointManager.end`: the chief uploads it, and the oldest go."""

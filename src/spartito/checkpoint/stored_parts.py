@@ -49,6 +49,7 @@ from torch import Tensor
 
 from spartito.checkpoint.cuts import Box, gap
 from spartito.errors import UserError
+from spartito.storage.atomic import TAKE_ANOTHER
 from spartito.storage.stream import DTYPES, Entry, in_order, write_stream
 from spartito.storage.tensors import ALIASES, metadata_with, same_tensors
 
@@ -237,10 +238,6 @@ class Reader:
         """Which names stand for which others."""
         return self._aliases
 
-    def slots(self, name: str) -> list[tuple[Path, Slot]]:
-        """The parts of a tensor, and the file of each."""
-        return [(stored.file, stored.slot) for stored in self._of(name)]
-
     def files_of(self, name: str) -> list[Path]:
         """The files that have a part of a tensor."""
         return [stored.file for stored in self._of(name)]
@@ -285,7 +282,7 @@ class Reader:
             else:
                 tensor = content.get_slice(part.key)[box.within(part.slot.box)]
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{part.file} cannot be read: {error}", _TAKE_ANOTHER) from error
+            raise UserError(f"{part.file} cannot be read: {error}", TAKE_ANOTHER) from error
         return tensor
 
     def _look(self, file: Path) -> Iterator[_Stored]:
@@ -306,7 +303,7 @@ class Reader:
                 yield _Stored(file, key, slot)
         except (OSError, SafetensorError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise UserError(
-                f"{file} is not a safetensors file that can be read: {error}", _TAKE_ANOTHER
+                f"{file} is not a safetensors file that can be read: {error}", TAKE_ANOTHER
             ) from error
 
     def _check(self) -> None:
@@ -316,17 +313,17 @@ class Reader:
                 if (first.slot.shape, first.slot.dtype) != (other.slot.shape, other.slot.dtype):
                     raise UserError(
                         f"{first.file} and {other.file} have parts of different tensors {name}",
-                        _TAKE_ANOTHER,
+                        TAKE_ANOTHER,
                     )
             if wrong := gap(first.slot.shape, [part.slot.box for part in parts]):
                 raise UserError(
-                    f"{name} is not complete in {self.files[0].parent}: {wrong}", _TAKE_ANOTHER
+                    f"{name} is not complete in {self.files[0].parent}: {wrong}", TAKE_ANOTHER
                 )
         if lost := [name for name, owner in self._aliases.items() if owner not in self._stored]:
             raise UserError(
                 f"{lost[0]} stands for {self._aliases[lost[0]]}, which is not in "
                 f"{self.files[0].parent}",
-                _TAKE_ANOTHER,
+                TAKE_ANOTHER,
             )
 
 
@@ -348,8 +345,5 @@ def section_files(directory: Path, section: str) -> list[Path]:
     files = [directory / name for name in names]
     for file in files:
         if not file.exists():
-            raise UserError(f"{file} is missing: {section} is in {count} files", _TAKE_ANOTHER)
+            raise UserError(f"{file} is missing: {section} is in {count} files", TAKE_ANOTHER)
     return files
-
-
-_TAKE_ANOTHER = "Take another checkpoint; this one was damaged after it was written."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import json as json_
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -48,7 +48,7 @@ def show(path: Source, json: Json = False) -> None:
     found = opened(fetch_checkpoint(path))
     facts = _facts(found)
     if json:
-        _print_json(facts)
+        print(json_.dumps(facts))
         return
     print(f"{found.path}: {found.kind}")
     for name, value in facts["about"].items():
@@ -165,7 +165,3 @@ def _table(tensors: dict[str, dict[str, Any]]) -> list[str]:
         for name, each in tensors.items()
     ]
     return aligned(rows)
-
-
-def _print_json(facts: dict[str, Any]) -> None:
-    print(json.dumps(facts))

@@ -44,19 +44,17 @@ def whole(option: str, least: int | None = None) -> Callable[[str], int]:
     return read
 
 
-def real(option: str, least: float = 0.0, above: bool = False) -> Callable[[str], float]:
-    """Reads the number of ``option``, ``least`` or more (or more than it); as `whole`."""
+def real(option: str, above: bool = False) -> Callable[[str], float]:
+    """Reads the number of ``option``, 0 or more (or ``above`` it); as `whole`."""
 
     def read(text: str) -> float:
         try:
             found = float(text)
         except ValueError:
             found = math.nan
-        if not (found > least if above else found >= least) or math.isinf(found):
-            rule = f"more than {least:g}" if above else f"{least:g} or more"
-            raise UserError(
-                f"{option} {text} is not a number, {rule}", f"As {option} {least + 1:g}."
-            )
+        if not (found > 0 if above else found >= 0) or math.isinf(found):
+            rule = "more than 0" if above else "0 or more"
+            raise UserError(f"{option} {text} is not a number, {rule}", f"As {option} 1.")
         return found
 
     return read

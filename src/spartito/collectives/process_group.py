@@ -191,7 +191,6 @@ class ProcessGroupCollective(Collective):
                 self.host.timeout = seconds
 
     def follow(self, current_call: CurrentCall) -> None:
-        """As `Collective.follow`."""
         super().follow(current_call)
         if self.host is not None:
             self.host.follow(current_call)
@@ -236,11 +235,14 @@ class ProcessGroupCollective(Collective):
             with self._on_host() as host:
                 return host.all_gather(tensor)
         self.synchronize()
-        source = self._here(tensor)
-        parts = [torch.empty_like(source) for _ in range(self.world_size)]
+        return [part.to(tensor.device) for part in self._gathered(self._here(tensor))]
+
+    def _gathered(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, of the backend's own device as this one is."""
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
         with self._named():
-            dist.all_gather([*map(movable, parts)], movable(source), self.process_group)
-        return [part.to(tensor.device) for part in parts]
+            dist.all_gather([*map(movable, parts)], movable(tensor), self.process_group)
+        return parts
 
     def _reduce_scatter(self, rows: Tensor) -> Tensor:
         return added(self._all_to_all(rows))
@@ -332,21 +334,14 @@ class ProcessGroupCollective(Collective):
         own = torch.zeros(len(numbers), dtype=torch.float64, device=self._device)
         for slot, each in zip(own, numbers, strict=True):
             slot.copy_(each) if isinstance(each, Tensor) else slot.fill_(each)
-        parts = [torch.empty_like(own) for _ in range(self.world_size)]
-        with self._named():
-            dist.all_gather([*map(movable, parts)], movable(own), self.process_group)
-        return torch.stack(parts)
+        return torch.stack(self._gathered(own))
 
     def _met(self, numbers: Sequence[float]) -> list[Piggybacked]:
         """The numbers of each replica, once all have come to the same call."""
         own = torch.zeros(1 + MAX_PIGGYBACKED, dtype=torch.float64)
         own[1 : 1 + len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
         own.view(torch.int64)[0] = self.current_call.tag
-        source = own.view(torch.int64)
-        heads = [torch.empty_like(source) for _ in range(self.world_size)]
-        with self._named():
-            dist.all_gather(heads, source, self.process_group)
-        came = torch.stack(heads)
+        came = torch.stack(self._gathered(own.view(torch.int64)))
         for peer, word in enumerate(came[:, 0].tolist()):
             self._compare(peer, word)
         return [tuple(row) for row in came.view(torch.float64)[:, 1 : 1 + len(numbers)].tolist()]
@@ -443,7 +438,6 @@ class ProcessGroupCollective(Collective):
             self.host.close()
 
     def heartbeat(self) -> None:
-        """As `Collective.heartbeat`."""
         if self.host is not None:
             self.host.heartbeat()
 

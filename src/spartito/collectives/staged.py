@@ -38,21 +38,17 @@ class StagedCollective(Collective):
         self.host.timeout = seconds
 
     def follow(self, current_call: CurrentCall) -> None:
-        """As `Collective.follow`."""
         self.host.follow(current_call)
         self.current_call = current_call
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """As `Collective.all_reduce`."""
         return self._in_place(tensor, self.host.all_reduce)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """As `Collective.all_gather`."""
         parts = self.host.all_gather(to_host(tensor))
         return [part.to(tensor.device) for part in parts]
 
     def all_gather_into(self, output: Tensor, tensor: Tensor) -> None:
-        """As `Collective.all_gather_into`."""
         if output.device.type == "cpu":
             self.host.all_gather_into(output, tensor)
             return
@@ -62,39 +58,31 @@ class StagedCollective(Collective):
         output.copy_(whole)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """As `Collective.broadcast`."""
         return self._in_place(tensor, lambda own: self.host.broadcast(own, source))
 
     def reduce_scatter(self, rows: Tensor) -> Tensor:
-        """As `Collective.reduce_scatter`."""
         return self.host.reduce_scatter(to_host(rows)).to(rows.device)
 
     def all_to_all(self, rows: Tensor) -> Tensor:
-        """As `Collective.all_to_all`."""
         return self.host.all_to_all(to_host(rows)).to(rows.device)
 
     def barrier(self) -> None:
-        """As `Collective.barrier`."""
         self.host.barrier()
 
     def reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
-        """As `Collective.reducer`."""
         made = self.host.reducer(numel, dtype, torch.device("cpu"))
         return made if device.type == "cpu" else _StagedReducer(made, device)
 
     def tag_of_sum(self, numel: int, dtype: torch.dtype | None) -> int:
-        """As `Collective.tag_of_sum`."""
         return self.host.tag_of_sum(numel, dtype)
 
     def reduce_all(self, *tensors: Tensor) -> None:
-        """As `Collective.reduce_all`."""
         own = [to_host(tensor) for tensor in tensors]
         self.host.reduce_all(*own)
         for tensor, total in zip(tensors, own, strict=True):
             give_back(total, tensor)
 
     def summing(self, *tensors: Tensor) -> Callable[[], None]:
-        """As `Collective.summing`."""
         if all(tensor.device.type == "cpu" for tensor in tensors):
             return self.host.summing(*tensors)
         own = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
@@ -110,19 +98,15 @@ class StagedCollective(Collective):
         return run
 
     def heartbeat(self) -> None:
-        """As `Collective.heartbeat`."""
         self.host.heartbeat()
 
     def interrupt(self) -> None:
-        """As `Collective.interrupt`."""
         self.host.interrupt()
 
     def abort(self, error: SpartitoError) -> None:
-        """As `Collective.abort`."""
         self.host.abort(error)
 
     def close(self) -> None:
-        """As `Collective.close`."""
         self.host.close()
 
     def _in_place(self, tensor: Tensor, call: Callable[[Tensor], Tensor]) -> Tensor:

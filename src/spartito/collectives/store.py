@@ -197,9 +197,8 @@ def error_to_text(error: SpartitoError) -> str:
     return f"{error.exit_code} {error}"
 
 
-def error_from_text(text: str) -> SpartitoError:
-    """The error that another task gave to `error_to_text`."""
+def error_from_text(text: str, other: type[SpartitoError] = MismatchedCallsError) -> SpartitoError:
+    """The error that another task gave to `error_to_text`: of a lost task, or an ``other`` one."""
     code, _, message = text.partition(" ")
     what, _, do = message.partition("\n  ")
-    kind = TaskLostError if int(code) == EXIT_TASK_LOST else MismatchedCallsError
-    return kind(what, do)
+    return (TaskLostError if int(code) == EXIT_TASK_LOST else other)(what, do)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spartito.comparison.plan import Launch, Plan, Planned
-from spartito.errors import UserError
 from spartito.launch.containers.compose import compose_file
-from spartito.launch.containers.engine import VERSION_LABEL, Engine
+from spartito.launch.containers.engine import Engine
 from spartito.launch.containers.launcher import Compose
 from spartito.launch.containers.plan import Containers
 from spartito.launch.job import JobSpec
@@ -32,11 +31,7 @@ class ContainerRunner:
         All of it is checked here, before the first run starts.
         """
         jobs = {run.folder: job_for(plan, options, run) for run in plan.runs}
-        if Engine.find().label(options.image, VERSION_LABEL) is None:
-            raise UserError(
-                f"there is no image {options.image!r} on this machine",
-                f"Build it: spartito cluster image --tag {options.image}",
-            )
+        Engine.find().version_in(options.image)
         return cls(plan.out, options, jobs)
 
     @property

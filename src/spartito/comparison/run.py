@@ -24,6 +24,7 @@ from spartito.errors import UserError
 from spartito.folders import hold, release
 from spartito.launch.lines.job import machines_on
 from spartito.launch.processes.fork_server import ForkServer, new_server
+from spartito.launch.processes.interrupts import ENDING
 from spartito.launch.processes.local import replica_environment
 from spartito.launch.processes.output import LineCutter, binary
 from spartito.launch.processes.pause import pausing
@@ -32,13 +33,13 @@ from spartito.launch.processes.reaper import Reaper
 from spartito.launch.processes.roles import Roles
 from spartito.names import ENV_EPOCHS, ENV_RUN_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
 from spartito.notes import say
-from spartito.system import PROC
+from spartito.system import PROC, machine_memory
 from spartito.system.capacity import available_cores
+from spartito.system.texts import text_of
 
 NOT_INHERITED = ("TF_CONFIG", ENV_STRATEGY, ENV_STRATEGY_OPTIONS, ENV_RUN_DIR, ENV_EPOCHS)
 """Variables that say who we are and how to train: each run has its own."""
 
-INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 KEPT_LINES = 15
 """Lines of a failed run's stderr that its row shows."""
 
@@ -143,7 +144,7 @@ class _Stop:
     @contextmanager
     def handled(self) -> Iterator[_Stop]:
         """Listen to signals inside of the block."""
-        ours = [n for n in INTERRUPTS if signal.getsignal(n) != signal.SIG_IGN]  # nohup
+        ours = [n for n in ENDING if signal.getsignal(n) != signal.SIG_IGN]  # nohup
         old = {number: signal.signal(number, self._hear) for number in ours}
         try:
             with pausing(self._pause, self._go_on):
@@ -300,7 +301,11 @@ def command(plan: Plan, planned: Planned) -> list[str]:
 
 def machine_facts() -> dict[str, Any]:
     """What the runs had to share: cores, processor, memory in bytes, system."""
-    facts = {"cores": available_cores(), "cpu": _processor(), "memory": _memory()}
+    facts = {
+        "cores": available_cores(),
+        "cpu": _processor(),
+        "memory": machine_memory().get("MemTotal"),
+    }
     facts |= {"system": platform.system(), "python": platform.python_version()}
     return {name: value for name, value in facts.items() if value}
 
@@ -382,16 +387,6 @@ def _write(lines: Sequence[bytes], ours: BinaryIO, kept: deque[bytes] | None = N
 
 
 def _processor() -> str:
-    try:
-        lines = (PROC / "cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = text_of(PROC / "cpuinfo").splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
-
-
-def _memory() -> int | None:
-    names = os.sysconf_names
-    if not {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= set(names):
-        return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

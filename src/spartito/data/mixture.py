@@ -89,7 +89,6 @@ class Mixture(BatchSource, OrderedSource):
 
     @property
     def form(self) -> str:
-        """As `OrderedSource.form`."""
         return "; ".join(
             f"{part.name}: {part.count} of {part.examples}, "
             f"shuffled={part.data.shuffled}, blocks={part.data.live}, seed={part.data.seed}"

@@ -66,7 +66,6 @@ class ReadStretch(BatchSource):
         return self._examples[index]
 
     def read_batch(self, indices: Any) -> Found:
-        """As `BatchSource.read_batch`."""
         start = self._examples.start
         found = self._source.read_batch([start + index for index in indices])
         corrupt = [(index - start, why) for index, why in found.corrupt]

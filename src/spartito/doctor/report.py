@@ -12,9 +12,9 @@ import msgspec
 from spartito.doctor.findings import Facts, Findings
 from spartito.doctor.rules.judge import judge
 from spartito.doctor.rules.verdict import Verdict, exit_code
-from spartito.doctor.wording import amount, duration, rate
+from spartito.doctor.wording import amount
 from spartito.errors import EXIT_TASK_LOST
-from spartito.names import plural
+from spartito.names import duration, plural, size
 
 WIDEST_MATRIX = 10
 """More tasks than this, and only the slowest connections are listed."""
@@ -167,7 +167,7 @@ def _matrix(findings: Findings) -> Grid:
             if (source, target) in stuck:
                 words, failed = "small only", True
             elif speed is not None:
-                words = f"{duration(speed.latency)}\n{rate(speed.bandwidth)}"
+                words = f"{duration(speed.latency)}\n{size(speed.bandwidth)}/s"
             row.append("" if source == target else words + "\nslow" * is_slow)
             if failed or is_slow:
                 marked.add((y, x))
@@ -183,7 +183,7 @@ def _slowest(findings: Findings) -> Grid:
         [
             f"{speed.source} to {speed.target}",
             duration(speed.latency),
-            rate(speed.bandwidth),
+            f"{size(speed.bandwidth)}/s",
             "slow" if speed.pair in slow else "",
         ]
         for speed in slowest

@@ -16,6 +16,7 @@ from spartito.accelerators import rounding_id
 from spartito.collectives.collective import Collective
 from spartito.engine.batchnorm import SynchronizedForward, takes_statistics
 from spartito.engine.checksum import checksum, different, drifted, moments, outliers
+from spartito.names import listed
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 MOST = 5
@@ -162,7 +163,7 @@ def refuse(group: Collective, others: dict[str, list[int]]) -> None:
         raise different(
             group,
             sorted({rank for ranks in others.values() for rank in ranks}),
-            f"has other values in {listed(others)} than",
+            f"has other values in {in_words(others)} than",
             "The forward pass changes them, from the rows of each replica. Compute them from all "
             "rows (strategy.reduce), or leave deterministic=True out: then all replicas take the "
             "first one's at the end of each epoch.",
@@ -187,8 +188,6 @@ def take_first(group: Collective, buffers: list[Tensor]) -> None:
         buffer.copy_(group.broadcast(buffer.detach().clone()))
 
 
-def listed(names: Collection[str]) -> str:
-    """Some of these buffers, in words."""
-    shown = ", ".join(map(repr, sorted(names)[:MOST]))
-    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
-    return f"the buffer{'s'[: len(names) != 1]} {shown}{more}"
+def in_words(names: Collection[str]) -> str:
+    """Some of these buffers."""
+    return f"the buffer{'s'[: len(names) != 1]} {listed(sorted(map(repr, names)), MOST)}"

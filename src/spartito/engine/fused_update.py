@@ -334,7 +334,7 @@ def _adam(
     )  # type: ignore[call-overload] # fmt: skip
 
 
-def _is_plain_sgd(group: Group) -> bool:
+def _is_plain(group: Group) -> bool:
     return (
         bool(group["fused"])
         and not group["differentiable"]
@@ -352,10 +352,6 @@ def _sgd(
     )  # fmt: skip
 
 
-def _is_plain_adagrad(group: Group) -> bool:
-    return _is_plain_sgd(group)
-
-
 def _adagrad(
     group: Group, parameters: list[Tensor], grads: list[Tensor], lists: Lists, steps: list[Tensor]
 ) -> None:
@@ -370,9 +366,9 @@ _ADAM = Kernel(True, lambda _: ("exp_avg", "exp_avg_sq"), _is_plain_adam, _adam)
 _KERNELS: dict[type[Optimizer], Kernel] = {
     Adam: _ADAM,
     AdamW: _ADAM,
-    Adagrad: Kernel(True, lambda _: ("sum",), _is_plain_adagrad, _adagrad),
+    Adagrad: Kernel(True, lambda _: ("sum",), _is_plain, _adagrad),
     SGD: Kernel(
-        False, lambda group: ("momentum_buffer",) if group["momentum"] else (), _is_plain_sgd, _sgd
+        False, lambda group: ("momentum_buffer",) if group["momentum"] else (), _is_plain, _sgd
     ),
 }
 """By the exact type: a subclass may do anything else."""

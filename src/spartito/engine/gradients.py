@@ -333,11 +333,9 @@ class PackedGradients(Gradients):
         return self._collective.reducer(numel, first.dtype, first.device)
 
     def before_forward(self, is_last: bool, epoch: int) -> None:
-        """As `Gradients.before_forward`."""
         self.epoch = self.compression.epoch = epoch
 
     def go_on(self, before: Gradients) -> None:
-        """As `Gradients.go_on`."""
         super().go_on(before)
         self.compression.epoch = before.epoch
 

@@ -187,8 +187,7 @@ def evaluate_loss(loss: LossFunction | None, output: Any, batch: Batch) -> Any:
     target = batch.target
     if not of_torch(loss):
         return loss(output, target)
-    if isinstance(output, Tensor) and output.dtype in (torch.bfloat16, torch.float16):
-        output = output.float()
+    output = widened(output)
     classifies = isinstance(loss, _CLASSES)
     if classifies:
         _refuse_one_class(loss, output)
@@ -311,6 +310,13 @@ def needs_all(model: nn.Module, batch: Batch, output: Any, found: WeightedLoss) 
     with torch.enable_grad(), listening(None):
         loss = own_loss(forward(model, batch.data, has_loss=False))
         return divisor(loss, batch.size) is not None
+
+
+def widened(output: Any) -> Any:
+    """``output`` in float32 where it has fewer digits: as torch's losses take it."""
+    if isinstance(output, Tensor) and output.dtype in (torch.bfloat16, torch.float16):
+        return output.float()
+    return output
 
 
 def of_torch(loss: LossFunction) -> bool:

@@ -26,10 +26,10 @@ def quoted(path: str) -> str:
     return shlex.quote(path)
 
 
-def check_folder(option: str, folder: Path | None) -> None:
-    """Raise `UserError` where ``folder``, the value of ``option``, is given but not there."""
+def check_data(folder: Path | None) -> None:
+    """Raise `UserError` where the folder with the data is given but not there."""
     if folder is not None and not folder.is_dir():
-        raise UserError(f"{option} {folder} is no folder", f"The folder we are in is {Path.cwd()}.")
+        raise UserError(f"--data {folder} is no folder", f"The folder we are in is {Path.cwd()}.")
 
 
 def inside_here(path: Path) -> Path | None:
@@ -39,13 +39,18 @@ def inside_here(path: Path) -> Path | None:
     return found.relative_to(here) if found.is_relative_to(here) else None
 
 
+def seen_from_here(path: Path) -> str:
+    """``path`` as a file in this folder names it: ``./data``, or whole where it is outside."""
+    inside = inside_here(path)
+    return str(path.resolve()) if inside is None else f"./{inside}" if inside.parts else "."
+
+
 def named_here(what: str, path: Path) -> str:
-    """``path`` as a file in this folder names it: ``./data``, or whole where it is outside.
+    """As `seen_from_here`.
 
     Raises `UserError` for characters that who reads the file would take for something else.
     """
-    inside = inside_here(path)
-    found = str(path.resolve()) if inside is None else f"./{inside}" if inside.parts else "."
+    found = seen_from_here(path)
     if bad := re.search(r"[:$\x00-\x1f\x7f]", found):
         raise UserError(f"{what} {found!r} has {bad[0]!r}, which the tool would read", "Rename it.")
     return found

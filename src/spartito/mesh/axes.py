@@ -68,11 +68,6 @@ class Mesh:
         here = self.coordinates(rank)
         return [self.rank({**here, axis: index}) for index in range(self.axes[axis])]
 
-    def beside(self, rank: int) -> list[int]:
-        """The ranks that compute one data shard together with ``rank``, in order."""
-        here = self.coordinates(rank).get(DATA)
-        return [each for each in range(self.size) if self.coordinates(each).get(DATA) == here]
-
     def check(self, tasks: int) -> None:
         """Raise `UserError` unless the job has as many tasks as the mesh."""
         if tasks != self.size:

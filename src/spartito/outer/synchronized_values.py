@@ -8,8 +8,9 @@ from torch import Tensor
 
 from spartito.engine.checksum import checksum
 from spartito.errors import UserError
+from spartito.names import listed
 
-MOST_NAMES = 3
+MOST_NAMES = 4
 
 
 class Shown:
@@ -37,9 +38,9 @@ class Shown:
         written = [name for name, was, now in pairs if checksum([now]) != was]
         if not written:
             return
-        names = ", ".join(written[:MOST_NAMES]) + (", ..." if len(written) > MOST_NAMES else "")
         raise UserError(
-            f"{names} changed while the model showed the merged values, after an evaluation or a "
-            "save in the middle of an epoch: each group goes on from its own, and that is lost",
+            f"{listed(written, MOST_NAMES)} changed while the model showed the merged values, "
+            "after an evaluation or a save in the middle of an epoch: each group goes on from its "
+            "own, and that is lost",
             "Write into parameters before the evaluation or save, or at the end of an epoch.",
         )

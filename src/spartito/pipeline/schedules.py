@@ -276,23 +276,6 @@ def needed(action: Action, last: int, halved: Collection[int]) -> Iterator[Actio
             yield Action(INPUTS if stage + 1 in halved else BACKWARD, stage + 1, microbatch)
 
 
-def idle(spans: Sequence[Sequence[Span]]) -> float:
-    """The part of a step in which a task computed nothing, the mean over the tasks.
-
-    Args:
-        spans: When each task's actions ran, on one clock.
-
-    Returns:
-        From 0 to 1.
-    """
-    every = [span for own in spans for span in own]
-    if not every:
-        return 0.0
-    whole = max(span.end for span in every) - min(span.start for span in every)
-    busy = sum(span.end - span.start for span in every) / len(spans)
-    return 1 - busy / whole if whole else 0.0
-
-
 def _one_by_one(shape: Shape, task: int, ahead: int) -> Order:
     microbatches = range(shape.microbatches)
     forwards = [Action(FORWARD, task, m) for m in microbatches]

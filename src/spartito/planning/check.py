@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from spartito.errors import UserError
 from spartito.launch.lines.line import Link
-from spartito.names import size
+from spartito.names import aligned, size
 from spartito.planning.cluster import Cluster
 from spartito.planning.costs.parts import Situation
 from spartito.planning.profile import Profile
@@ -18,6 +18,11 @@ from spartito.planning.search import predict
 
 if TYPE_CHECKING:
     from spartito.comparison.report.results import Figures
+
+HEADS = (
+    "strategy", "workers", "batch", "predicted/s", "measured/s", "error", "predicted memory",
+    "measured",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +110,15 @@ class Checked:
 
     def __str__(self) -> str:
         """Lines for a terminal."""
-        width = max(len(row.strategy) for row in self.rows)
-        lines = [
-            f"{'strategy':{width}}  workers  batch  predicted/s  measured/s  error  "
-            "predicted memory  measured"
-        ]
-        lines += [
-            f"{row.strategy:{width}}  {row.workers:>7}  {row.batch:>5}  {row.predicted:>11,.0f}  "
-            f"{row.measured:>10,.0f}  {row.error:>+5.0%}  {size(row.memory):>16}  "
-            f"{'-' if row.peak is None else size(row.peak):>8}"
+        cells = [
+            (
+                row.strategy, str(row.workers), str(row.batch), f"{row.predicted:,.0f}",
+                f"{row.measured:,.0f}", f"{row.error:+.0%}", size(row.memory),
+                "-" if row.peak is None else size(row.peak),
+            )
             for row in sorted(self.rows, key=lambda row: -row.measured)
-        ]
+        ]  # fmt: skip
+        lines = aligned([HEADS, *cells], right=range(1, len(HEADS)))
         chosen, best, lost = self.chose
         lines += [f"left out: {why}" for why in self.left_out]
         lines.append(f"median error {self.error:.0%} of {len(self.rows)} runs")

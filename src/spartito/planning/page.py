@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spartito.errors import writable
-from spartito.names import plural, size
+from spartito.names import duration, plural, size
 from spartito.planning.costs.parts import WAITS
 from spartito.planning.scaling import Curve, curves
 from spartito.planning.search import Choice
@@ -127,13 +127,9 @@ def _timeline(choice: Choice, paints: Mapping[str, str]) -> list[Stack]:
     rows: dict[int, list[Part]] = {}
     for span in spans:
         seconds = span.end - span.begin
-        part = Part(WAITS[span.name], seconds / longest, paints[span.name], _milliseconds(seconds))
+        part = Part(WAITS[span.name], seconds / longest, paints[span.name], duration(seconds))
         rows.setdefault(span.task, []).append(part)
     return [Stack(f"task {task}", parts, "") for task, parts in sorted(rows.items())]
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
 
 
 def _traced(choices: Sequence[Choice]) -> Sequence[Choice]:
@@ -170,11 +166,11 @@ def _steps(choices: Sequence[Choice], paints: Mapping[str, str]) -> list[Stack]:
         Stack(
             str(choice.strategy),
             [
-                Part(WAITS[name], seconds / longest, paints[name], _milliseconds(seconds))
+                Part(WAITS[name], seconds / longest, paints[name], duration(seconds))
                 for name, seconds in choice.cost.seconds.items()
                 if seconds
             ],
-            f"{choice.cost.step * 1e3:,.3g} ms",
+            duration(choice.cost.step),
         )
         for choice in choices
     ]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spartito.names import aligned, size
+from spartito.names import aligned, duration, size
 from spartito.planning.costs.parts import Situation
 from spartito.planning.search import Choice, Goal, Outcome
 from spartito.planning.simulation import simulate
@@ -74,7 +74,7 @@ def sentences(plan: Plan) -> list[str]:
         )
     if best.cost.step < SHORT:
         lines.append(
-            f"steps of {_duration(best.cost.step)} are short: such predictions were off by 6 to "
+            f"steps of {duration(best.cost.step)} are short: such predictions were off by 6 to "
             "16% in the median (docs/guides/plan.md), so compare those at the top"
         )
     if plan.outcome.situation.cluster.tasks > 1:
@@ -83,7 +83,7 @@ def sentences(plan: Plan) -> list[str]:
     if better and better[0][1] >= WORTH:
         lines.append(f"most would help {better[0][0]}: {better[0][1]:.2f} times the speed")
     if math.isfinite(best.loss.every):
-        lines.append(f"save every {_duration(best.loss.every)}: that loses the least to failures")
+        lines.append(f"save every {duration(best.loss.every)}: that loses the least to failures")
     return lines
 
 
@@ -166,7 +166,7 @@ def columns(plan: Plan) -> list[list[str]]:
         cost = choice.cost
         row = [
             str(choice.strategy),
-            f"{_duration(cost.step)} {_width(choice.width)}",
+            f"{duration(cost.step)} {_width(choice.width)}",
             _number(cost.rate),
             f"{cost.efficiency:.0%}",
             f"{size(cost.bytes)} of {size(choice.limit)}",
@@ -174,7 +174,7 @@ def columns(plan: Plan) -> list[list[str]]:
         ]
         if goal:
             hours = choice.hours(goal.examples(situation))
-            row.append(_duration(hours * 3600) if math.isfinite(hours) else "never")
+            row.append(duration(hours * 3600) if math.isfinite(hours) else "never")
             row += [f"{hours * choice.situation.cluster.price:.4g}"] if priced else []
         row += [f"{choice.loss.fraction:.1%}"] if plan.fail else []
         rows.append([*row, cost.limit])
@@ -215,12 +215,3 @@ def _width(width: float) -> str:
 def _number(value: float) -> str:
     """As a table has it: three digits that count."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _duration(seconds: float) -> str:
-    """``350 us``, ``1.56 ms``, ``12.3 s``, ``4.5 min``, ``3.2 h``, ``12.1 days``."""
-    for name, length in (("days", 172800.0), ("h", 7200.0), ("min", 120.0), ("s", 1.0)):
-        if seconds >= length:
-            each = {"days": 86400.0, "h": 3600.0, "min": 60.0, "s": 1.0}[name]
-            return f"{seconds / each:.3g} {name}"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

@@ -24,7 +24,7 @@ from spartito.cluster.spec import ClusterSpec, Task
 from spartito.collectives.placement import note_sockets
 from spartito.collectives.versions import Versions
 from spartito.errors import SpartitoError, UserError
-from spartito.names import ENV_SNAPSHOT_DIR, nearest
+from spartito.names import ENV_SNAPSHOT_DIR, listed, nearest, size
 from spartito.notes import note
 from spartito.numeric import is_number
 from spartito.ps.chief import JOB, Chief, OnCame, OnLost, views_of
@@ -422,9 +422,7 @@ def shares(layout: Layout, spans: Sequence[Span], names: Sequence[str]) -> list[
     for span, name in zip(spans, names, strict=True):
         held = [tensor if which == "all" else f"{tensor} ({which})"
                 for server, tensor, which, _ in rows if server == name]  # fmt: skip
-        more = f" and {len(held) - 4} more" if len(held) > 5 else ""
-        shown = held if len(held) <= 5 else held[:4]
-        lines.append(f"{name} holds {span.size / 1e6:.2f} MB: {', '.join(shown)}{more}")
+        lines.append(f"{name} holds {size(span.size)}: {listed(held, 5)}")
     return lines
 
 

@@ -36,7 +36,7 @@ class Options:
     json: bool
 
 
-def parse(recipe: str, epochs: int, batch_size: int, precision: str = "fp32") -> Options:
+def parse(recipe: str, epochs: int, batch_size: int) -> Options:
     """The options of ``recipe``, with its own defaults."""
     folder = os.environ.get(ENV_RUN_DIR)
     parser = argparse.ArgumentParser(prog=f"spartito train {recipe}")
@@ -45,7 +45,7 @@ def parse(recipe: str, epochs: int, batch_size: int, precision: str = "fp32") ->
     parser.add_argument("--data")
     parser.add_argument("--batch-size", type=int, default=batch_size)
     parser.add_argument("--seed", type=int, default=RECIPE_SEED)
-    parser.add_argument("--precision", default=precision)
+    parser.add_argument("--precision", default="fp32")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = Options(**vars(parser.parse_args()))

@@ -66,13 +66,13 @@ def figure(name: str, value: float | None) -> str:
     if name == "examples_per_second":
         return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
     if name == "seconds":
-        return duration(value)
+        return clock_time(value)
     if value != 0 and not 1e-3 <= abs(value) < 1e5:
         return f"{value:.3e}"
     return f"{value:.4f}"
 
 
-def duration(seconds: float) -> str:
+def clock_time(seconds: float) -> str:
     """Seconds as ``12.3 s`` below a minute, then ``3:05``, then ``1:03:05``."""
     if not math.isfinite(seconds):
         return NOTHING

@@ -20,7 +20,7 @@ from spartito.report.figures import (
     GROUP_LOSS,
     NOTHING,
     VALIDATION,
-    duration,
+    clock_time,
     figure,
     finite,
     higher_is_better,
@@ -250,7 +250,7 @@ def headline(run: Run) -> list[Card]:
     seconds = finite(run.series("seconds"))
     if seconds:
         cards.append(
-            Card(duration(sum(seconds)), "training time", plural(len(run.epochs), "epoch"))
+            Card(clock_time(sum(seconds)), "training time", plural(len(run.epochs), "epoch"))
         )
     rates = sorted(finite(run.series("examples_per_second")))
     if rates:

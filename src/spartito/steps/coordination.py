@@ -22,7 +22,7 @@ from spartito.collectives.collective import Collective, Traffic
 from spartito.engine.batchnorm import average_statistics
 from spartito.engine.buffers import (
     caches,
-    listed,
+    in_words,
     refuse,
     shared_buffers,
     take_first,
@@ -465,7 +465,7 @@ class SynchronousCoordination(Coordination):
                 "%s differed between replicas: forward passes change them, from the rows of each. "
                 "All take the values of %s, here and at each end of an epoch, evaluation and "
                 "checkpoint",
-                listed(new),
+                in_words(new),
                 group.names[0],
             )
 

@@ -21,6 +21,7 @@ from spartito.data.dataset import Dataset
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.optimizers import NoOptimizer, unwrap
 from spartito.errors import SpartitoError, TaskLostError, UserError
+from spartito.names import plural
 from spartito.notes import warn
 from spartito.outer import delta_exchange
 from spartito.outer.fragment_schedule import Turns
@@ -246,10 +247,9 @@ class LocalSGD:
             return
         if updates < self._every and not self._warned and self._coordination.cluster.is_chief:
             warn(
-                "every=%d, and an epoch has %d update%s: groups meet at its end",
+                "every=%d, and an epoch has %s: groups meet at its end",
                 self._every,
-                updates,
-                "s"[: updates != 1],
+                plural(updates, "update"),
             )
         self._warned = self._warned or updates < self._every
 

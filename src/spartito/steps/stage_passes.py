@@ -19,7 +19,7 @@ from spartito.data.collate import rows
 from spartito.engine.backward import first_gradient
 from spartito.engine.batchnorm import local_batchnorms
 from spartito.engine.batchnorm import takes_statistics as takes
-from spartito.engine.buffers import kept_buffers, listed
+from spartito.engine.buffers import in_words, kept_buffers
 from spartito.engine.host_reads import Number, added
 from spartito.engine.keyed_draws import Draws
 from spartito.engine.logged import of_rows
@@ -211,7 +211,7 @@ class StagePasses:
         if not what and (
             changed := program.changed | kept_buffers(model).intersection(program.set)
         ):
-            what = f"{listed(changed)} that the forward pass changes"
+            what = f"{in_words(changed)} that the forward pass changes"
         if what:
             raise UserError(
                 f"deterministic training under pipeline with {what}: it sees one of "

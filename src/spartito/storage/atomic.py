@@ -28,6 +28,7 @@ from spartito.failpoints import failpoint
 from spartito.folders import is_at
 from spartito.storage.leftovers import NEW, OLD, beside, is_leftover, parts_of
 
+TAKE_ANOTHER = "Take another checkpoint; this one was damaged after it was written."
 MANIFEST = "manifest.json"
 WRITES = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 FORMAT = 1
@@ -169,7 +170,7 @@ def manifest_in(content: bytes, path: str | os.PathLike[str]) -> Manifest:
         files = {_relative(n): FileFact(f["size"], f["sha256"]) for n, f in raw["files"].items()}
         return Manifest(files, dict(raw["about"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}/{MANIFEST} is not a manifest: {error}", _TAKE_ANOTHER) from error
+        raise UserError(f"{path}/{MANIFEST} is not a manifest: {error}", TAKE_ANOTHER) from error
 
 
 def verify(path: str | os.PathLike[str], only: Collection[str] | None = None) -> Manifest:
@@ -187,14 +188,14 @@ def verify(path: str | os.PathLike[str], only: Collection[str] | None = None) ->
         try:
             found = _fact(file)
         except OSError as error:
-            raise UserError(f"{file} cannot be read: {error.strerror}", _TAKE_ANOTHER) from error
+            raise UserError(f"{file} cannot be read: {error.strerror}", TAKE_ANOTHER) from error
         if found.size != fact.size:
             raise UserError(
-                f"{file} has {found.size} bytes, its manifest says {fact.size}", _TAKE_ANOTHER
+                f"{file} has {found.size} bytes, its manifest says {fact.size}", TAKE_ANOTHER
             )
         if found.sha256 != fact.sha256:
             raise UserError(
-                f"{file} has changed: its SHA-256 is not the one in {MANIFEST}", _TAKE_ANOTHER
+                f"{file} has changed: its SHA-256 is not the one in {MANIFEST}", TAKE_ANOTHER
             )
     return manifest
 
@@ -311,9 +312,6 @@ def check_writable(directory: str | os.PathLike[str]) -> None:
                 pass
         finally:
             probe.unlink(missing_ok=True)
-
-
-_TAKE_ANOTHER = "Take another checkpoint; this one was damaged after it was written."
 
 
 def check_not_protected(path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spartito.errors import UnwritableError
+from spartito.errors import writable
 from spartito.failpoints import failpoint
 from spartito.storage.atomic import write_all
 
@@ -69,18 +69,14 @@ def write_stream(
     Raises:
         UnwritableError: If the file cannot be written.
     """
-    try:
-        Path(file).unlink(missing_ok=True)  # who has the older one mapped keeps it
-        with open(file, "xb", buffering=0) as out:
+    path = Path(file)
+    with writable(path):
+        path.unlink(missing_ok=True)  # who has the older one mapped keeps it
+        with path.open("xb", buffering=0) as out:
             write_all(out.fileno(), _head(entries, metadata))
             failpoint("storage.stream.begun")
             for entry, tensor in zip(entries, tensors, strict=True):
                 write_all(out.fileno(), _bytes(entry, tensor))
-    except OSError as error:
-        raise UnwritableError(
-            f"{file} cannot be written: {error.strerror or error}",
-            "Name a folder that this process may write to, with space on its disk.",
-        ) from error
 
 
 def _head(entries: Sequence[Entry], metadata: Mapping[str, str]) -> memoryview:

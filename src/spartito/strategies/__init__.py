@@ -10,7 +10,7 @@ from typing import Any
 from spartito.cluster.resolver import remarks, resolve, starter
 from spartito.declared import INSIDE, Declared, declared_by, parse
 from spartito.errors import UserError
-from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS
+from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS, plural
 from spartito.notes import note
 from spartito.registry import default_name, other_option, strategy_info
 from spartito.steps.distributed import StepResult
@@ -58,8 +58,7 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     if made.is_chief:
         count, tasks = made.num_replicas, cluster.num_computing
         spread = f" on {tasks} tasks" if tasks > count else ""
-        said = made, count, "s"[: count > 1], spread, starter(cluster)
-        note("%s, %d replica%s%s (%s)", *said)
+        note("%s, %s%s (%s)", made, plural(count, "replica"), spread, starter(cluster))
         for remark in remarks(cluster):
             note("%s", remark)
     return made

@@ -42,7 +42,6 @@ class CentralStorageStrategy(Strategy):
     parameter_device: torch.device | str = "cpu"
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`."""
         check_devices(self.parameter_device)
         team.communication = THROUGH_HOST
         exchange = OneCopy(team)

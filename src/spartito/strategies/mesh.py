@@ -59,7 +59,6 @@ class MeshStrategy(Strategy):
     compress: Compress = None
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`."""
         if self.mesh is not None and self.model is not None:
             raise UserError(
                 f"mesh={dict(self.mesh)} and model={self.model}",

@@ -26,5 +26,4 @@ class MirroredStrategy(Strategy):
     find_unused_parameters: bool | None = None
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`."""
         return replicas(team, AllReduce(team, find_unused=self.find_unused_parameters))

@@ -39,7 +39,6 @@ class MultiWorkerMirroredStrategy(Strategy):
     bucket_bytes: int | None = None
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`."""
         exchange = AllReduce(
             team,
             find_unused=self.find_unused_parameters,

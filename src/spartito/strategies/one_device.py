@@ -19,5 +19,4 @@ class OneDeviceStrategy(Strategy):
     nests = False
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`."""
         return replicas(team, AllReduce(team))

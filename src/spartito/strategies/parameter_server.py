@@ -164,7 +164,7 @@ class ParameterServerStrategy(Strategy):
         """
         assert isinstance(team, ServedTeam), "made above"
         if team.group is None:
-            inner = ToServers(team)
+            inner = ToServers()
             return Parts(OneShardEach(), Replicated(team, inner), Push(team, inner))
         held = nested(self.inside, self.job).parts(team)
         return replace(held, exchange=Push(team, held.exchange))

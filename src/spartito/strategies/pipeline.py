@@ -71,7 +71,6 @@ class PipelineStrategy(Strategy):
     compress: Compress = None
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`."""
         check_options(self.stages, self.microbatches, self.split)
         schedule, per_task = schedules.parse(self.schedule)
         if team.communication == "ddp":

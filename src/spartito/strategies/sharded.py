@@ -53,7 +53,6 @@ class ShardedStrategy(Strategy):
     compress: Compress = None
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`."""
         self._check(team)
         exchange = Sharded(
             team,

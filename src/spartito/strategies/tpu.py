@@ -35,7 +35,6 @@ class TPUStrategy(Strategy):
     device: torch.device | str | None = "tpu"
 
     def parts(self, team: Team) -> Parts:
-        """As `Strategy.parts`."""
         exchange = AllReduce(team)
         computation = WholeModel(team, run=FullBatches()) if self.fill else None
         return replicas(team, exchange, computation)

@@ -48,10 +48,7 @@ def cgroup_quota() -> float:
 
 def memory_limit() -> float:
     """Bytes that this process may use: the smaller of the machine's and its cgroups' limits."""
-    try:
-        machine = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (AttributeError, OSError, ValueError):
-        machine = math.inf  # unknown on this system
+    machine = machine_memory().get("MemTotal", math.inf)
     return min([machine, *(limit for limit, _ in cgroup_memory())])
 
 
@@ -92,16 +89,14 @@ class MemoryKills:
         return MemoryKills(self.group - before.group, self.machine - before.machine)
 
 
-def memory_kills(
-    cgroups: Path = CGROUPS, own: Path = _OWN_CGROUP, kernel: Path = _KERNEL
-) -> MemoryKills:
+def memory_kills() -> MemoryKills:
     """What the kernel counts so far; 0 where it does not count."""
     counted = [
         _counts(folder / ("memory.oom_control" if version == 1 else "memory.events"))
-        for folder, version in _memory_groups(cgroups, own)
+        for folder, version in _memory_groups(CGROUPS, _OWN_CGROUP)
     ]
     of_group = sum(counts.get("oom_kill", 0) for counts in counted)
-    return MemoryKills(of_group, _counts(kernel).get("oom_kill", 0))
+    return MemoryKills(of_group, _counts(_KERNEL).get("oom_kill", 0))
 
 
 def _memory_groups(cgroups: Path, own: Path) -> Iterator[tuple[Path, int]]:

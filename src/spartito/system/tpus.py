@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from spartito.system.texts import text_of
+
 PCI = Path("/sys/bus/pci/devices")
 VFIO = Path("/dev/vfio")
 """Where the devices are that a process may open: in a container only those that it was given."""
@@ -51,12 +53,8 @@ def attached(pci: Path = PCI, vfio: Path = VFIO) -> Attached | None:
 
 def _generation(device: Path, vfio: Path) -> str | None:
     if (
-        _text(device / "vendor") != GOOGLE
+        text_of(device / "vendor").strip() != GOOGLE
         or not (vfio / (device / "iommu_group").resolve().name).exists()
     ):
         return None
-    return GENERATIONS.get(_text(device / "device"))
-
-
-def _text(path: Path) -> str:
-    return path.read_text().strip() if path.is_file() else ""
+    return GENERATIONS.get(text_of(device / "device").strip())

@@ -20,7 +20,7 @@ from spartito.errors import TaskLostError, UserError
 from spartito.heartbeat import EVALUATE, beat
 from spartito.notes import note, warn
 from spartito.report.evaluations import append_evaluation
-from spartito.report.figures import VALIDATION, duration, figure, scalars
+from spartito.report.figures import VALIDATION, clock_time, figure, scalars
 from spartito.report.page import write_report
 from spartito.storage.atomic import is_whole
 from spartito.system import process_began
@@ -228,7 +228,7 @@ class Evaluator:
             return
         shown = [f"{name} {figure(name, value)}" for name, value in scalars(figures).items()]
         position = f"epoch {self._trainer.epoch}  step {self._trainer.step}"
-        print("  ".join([position, *shown, duration(seconds)]), flush=True)
+        print("  ".join([position, *shown, clock_time(seconds)]), flush=True)
 
     def _judge(self, path: Path, figures: dict[str, Any]) -> None:
         """Point to this checkpoint if it is the best of those that are still there."""

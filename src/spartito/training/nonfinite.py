@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from spartito.errors import UserError
-from spartito.names import nearest
+from spartito.names import nearest, plural
 from spartito.notes import warn
 from spartito.strategies import Strategy
 from spartito.training.callback import Callback, Logs
@@ -89,8 +89,8 @@ class NonFinite(Callback):
         ends = trainer.on_nonfinite == STOP and not trainer.stop_training
         if trainer.is_chief:
             warn(
-                "loss or gradients at step %d were not finite: %d update%s left out (%d in all)%s",
-                trainer.step - 1, new, "s" if new > 1 else "", skips.total,
+                "loss or gradients at step %d were not finite: %s left out (%d in all)%s",
+                trainer.step - 1, plural(new, "update"), skips.total,
                 "; training stops" if ends else "",
             )  # fmt: skip
         trainer.stop_training = trainer.stop_training or ends

@@ -12,12 +12,14 @@ import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from spartito.cluster.store.protocol import Add, Delete, Request, Retire, Set, Swap, request_of
 
 HEAD = struct.Struct("<II")
+"""The length of a record and its checksum; the record follows."""
 CHANGES = Add | Delete | Retire | Set | Swap
 """What is kept. A `Hold` ends with its connection, and so with the store."""
 
@@ -38,13 +40,9 @@ class Journal:
         with open(os.dup(self._file), "rb") as file:
             file.seek(0)
             whole = 0
-            while len(head := file.read(HEAD.size)) == HEAD.size:
-                size, checksum = HEAD.unpack(head)
-                body = file.read(size)
-                if len(body) < size or zlib.crc32(body) != checksum:
-                    break
+            for record in records(file):
                 whole = file.tell()
-                yield request_of(body)
+                yield request_of(record)
         os.truncate(self._file, whole)
 
     def write(self, request: Request) -> None:
@@ -57,9 +55,23 @@ class Journal:
             OSError: The disk is full: what was written of it is taken back.
         """
         if isinstance(request, CHANGES):
-            body = msgspec.msgpack.encode(request)
-            record = HEAD.pack(len(body), zlib.crc32(body)) + body
+            record = framed(msgspec.msgpack.encode(request))
             before = os.lseek(self._file, 0, os.SEEK_END)
             if os.write(self._file, record) < len(record):
                 os.truncate(self._file, before)
                 raise OSError("the disk is full")
+
+
+def framed(record: bytes) -> bytes:
+    """A record as a journal has it: behind its length and checksum."""
+    return HEAD.pack(len(record), zlib.crc32(record)) + record
+
+
+def records(file: BinaryIO) -> Iterator[bytes]:
+    """The records of a journal, from where ``file`` is, up to the first that is torn."""
+    while len(head := file.read(HEAD.size)) == HEAD.size:
+        size, checksum = HEAD.unpack(head)
+        record = file.read(size)
+        if len(record) < size or zlib.crc32(record) != checksum:
+            return
+        yield record

@@ -28,9 +28,9 @@ from spartito.comparison.report.results import (
     is_disturbed,
     is_same_engine,
 )
-from spartito.names import plural, size
+from spartito.names import listed, plural, size
 from spartito.registry import is_asynchronous
-from spartito.report.figures import duration, figure, higher_is_better, label, points
+from spartito.report.figures import clock_time, figure, higher_is_better, label, points
 
 UNSTEADY = 0.5
 """A speed whose epochs vary by this fraction of it says little: something disturbed the run."""
@@ -83,7 +83,7 @@ def _nothing(found: Comparison) -> str:
 
 def _undecided(disturbed: Sequence[Figures]) -> str:
     """That speeds say nothing, as other programs had a part of the machine."""
-    shares = _listed([f"{run.others:.0%} while {run.title} ran" for run in disturbed])
+    shares = listed([f"{run.others:.0%} while {run.title} ran" for run in disturbed])
     return (
         f"Undecided: other programs took a part of the cores ({shares}), so no speed here can be "
         "relied on. Compare again on a machine that does nothing else."
@@ -97,7 +97,7 @@ def _unequal(found: Comparison) -> str | None:
     fewer = [run for run in found.done if len(run.epochs) < most]
     if not fewer:
         return None
-    said = _listed([f"{run.title} trained {plural(len(run.epochs), 'epoch')}" for run in fewer])
+    said = listed([f"{run.title} trained {plural(len(run.epochs), 'epoch')}" for run in fewer])
     return f"Note: {said}, and the longest run {most}."
 
 
@@ -113,7 +113,7 @@ def _recommendation(found: Comparison) -> str:
         first = min(reached, key=seconds_of)
         equal = [run for run in reached if is_same_time(run, first)]
         pick = simplest(equal)
-        after = duration(seconds_of(pick))
+        after = clock_time(seconds_of(pick))
         if len(equal) == 1:
             return f"Choose {pick.title}: it is the first to reach {found.goal}, after {after}."
         return (
@@ -189,7 +189,7 @@ def _goal(found: Comparison) -> str | None:
         closest = pick(best, key=lambda run: run.best or 0.0)
         value = figure(closest.quality, closest.best)
         return f"No strategy reached {found.goal}; {closest.title} came closest with {value}."
-    times = ", ".join(f"{run.title} after {duration(seconds_of(run))}" for run in reached)
+    times = ", ".join(f"{run.title} after {clock_time(seconds_of(run))}" for run in reached)
     return f"Training until {found.goal}: {times}" + (
         f"; {_names(missed)} did not reach it." if missed else "."
     )
@@ -214,7 +214,7 @@ def _speed(found: Comparison) -> str | None:
             f"between {_per_second(first)} and {_per_second(near[-1])}."
         )
     if near:
-        speeds = _listed([f"{run.title} {_per_second(run)}" for run in (first, *near)])
+        speeds = listed([f"{run.title} {_per_second(run)}" for run in (first, *near)])
         why = (
             "their repeats overlap"
             if all(len(run.rates) > 1 for run in (first, *near))
@@ -426,13 +426,13 @@ def _failures(found: Comparison) -> list[str]:
         those = [run for run in found.all_runs if run.ended.state == state]
         if those:
             named = [f"{_with_sweep(run)} ({run.ended.reason})" for run in those]
-            said.append(f"{_listed(named)} {verb} and cannot be chosen.")
+            said.append(f"{listed(named)} {verb} and cannot be chosen.")
     if failed:
         verb = "failed and says" if len(failed) == 1 else "failed and say"
         said.append(f"{_names(failed)} {verb} nothing here; the table has the reason.")
     if some:
         parts = [f"{len(run.failures)} of {run.title}" for run in some]
-        said.append(f"Some repeats failed and are left out: {_listed(parts)}.")
+        said.append(f"Some repeats failed and are left out: {listed(parts)}.")
     return said
 
 
@@ -448,16 +448,11 @@ def _per_second(run: Figures) -> str:
 
 
 def _values(runs: Sequence[Figures]) -> str:
-    return _listed([figure(run.quality, run.final) for run in runs])
+    return listed([figure(run.quality, run.final) for run in runs])
 
 
 def _names(runs: Sequence[Figures]) -> str:
-    return _listed([run.title for run in runs])
-
-
-def _listed(words: Sequence[str]) -> str:
-    *first, last = words
-    return f"{', '.join(first)} and {last}" if first else last
+    return listed([run.title for run in runs])
 
 
 def _count(runs: Sequence[Figures]) -> str:

@@ -75,7 +75,7 @@ def render_comparison(record: Record) -> str:
     )
 
 
-def run_name(run: Figures, found: Comparison) -> str:
+def run_name(run: Figures) -> str:
     """What a run is called: its strategy, and what a sweep changed."""
     if run.sweep is None:
         return run.title
@@ -155,7 +155,7 @@ def _settings(found: Comparison, record: Record) -> list[tuple[str, list[tuple[s
     ]
     threads = [(r.title, f"{r.workers} × {r.threads}") for r in found.runs if r.threads]
     machine = [(str(k).replace("_", " "), _fact(k, v)) for k, v in found.machine.items()]
-    folders = [(run_name(run, found), run.run) for run in found.all_runs if run.run]
+    folders = [(run_name(run), run.run) for run in found.all_runs if run.run]
     parts = [
         ("Job", job),
         ("Machine", machine),
@@ -170,7 +170,7 @@ def _loads(found: Comparison) -> list[tuple[str, str]]:
     """What other programs took of the machine, and how often something waited for a core."""
     return [
         (
-            run_name(run, found),
+            run_name(run),
             f"{percent(run.others)} of the cores taken by other programs"
             + (
                 ""

@@ -14,7 +14,7 @@ from spartito.report.bars import Bar, Bars, staleness_bars
 from spartito.report.charts import page_colour
 from spartito.report.figures import (
     NOTHING,
-    duration,
+    clock_time,
     figure,
     higher_is_better,
     label,
@@ -135,7 +135,7 @@ def _columns(found: Comparison) -> list[Column]:
         Column(
             "time to goal",
             f"seconds of training until {goal}",
-            lambda run: or_nothing(run.seconds_to_goal, duration),
+            lambda run: or_nothing(run.seconds_to_goal, clock_time),
             "seconds_to_goal",
             is_always=bool(goal),
         ),

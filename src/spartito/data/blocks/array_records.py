@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from spartito.data.blocks.formats import (
+    TARGET,
     Columns,
     FileIndex,
     Span,
@@ -22,8 +23,6 @@ from spartito.errors import UserError
 from spartito.packages import package
 from spartito.storage.files import File, RangeReader
 
-TARGET = 4 << 20
-"""Bytes of a block in the file, about."""
 COLUMN = "record"
 OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 """Nothing is read beyond a block: several are read at the same time."""

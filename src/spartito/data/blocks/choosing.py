@@ -67,7 +67,6 @@ class ChosenSource(BatchSource):
         return self.whole[int(self.indices[index])]
 
     def read_batch(self, indices: Sequence[int]) -> Found:
-        """As `BatchSource.read_batch`."""
         asked = np.asarray(indices, dtype=np.int64)
         found = self.whole.read_batch(self.indices[asked].tolist())
         own = np.searchsorted(self.indices, [index for index, _ in found.corrupt]).tolist()

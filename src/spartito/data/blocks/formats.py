@@ -25,6 +25,8 @@ from spartito.storage.files import File, RangeReader
 
 GROUP = "spartito.formats"
 """The entry points by which packages add formats."""
+TARGET = 4 << 20
+"""Bytes of a block, about."""
 
 Span = tuple[int, int]
 """The first byte of a part of a file, and the one after its last."""

@@ -8,11 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from spartito.data.blocks.formats import Block, Columns, FileIndex, Missing, Span, whole_block
+from spartito.data.blocks.formats import (
+    TARGET,
+    Block,
+    Columns,
+    FileIndex,
+    Missing,
+    Span,
+    whole_block,
+)
 from spartito.storage.files import File, RangeReader
-
-TARGET = 4 << 20
-"""Bytes of a block, about."""
 
 
 class JsonLines:

@@ -18,6 +18,7 @@ from typing import Any
 
 from spartito.data.blocks.arrow_columns import column_values
 from spartito.data.blocks.formats import (
+    TARGET,
     Columns,
     FileIndex,
     Span,
@@ -32,8 +33,6 @@ from spartito.storage.files import File, Files, RangeReader
 from spartito.urls import is_remote, local_path
 
 NAME = "lance"
-TARGET = 4 << 20
-"""Bytes of a block in the files, about."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from spartito.data.blocks.formats import (
+    TARGET,
     Block,
     Columns,
     FileIndex,
@@ -23,9 +24,6 @@ from spartito.data.blocks.formats import (
 )
 from spartito.errors import UserError
 from spartito.storage.files import File, RangeReader
-
-TARGET = 4 << 20
-"""Bytes of a block, about."""
 
 _WORD = np.dtype("<u4")
 _NUMBERS = frozenset(

@@ -21,6 +21,7 @@ from spartito.data.images import empty_pixels, tensor_of
 from spartito.data.order import Indices
 from spartito.data.source import BatchSource, Found
 from spartito.errors import CorruptSampleError, UserError
+from spartito.names import plural, size
 from spartito.storage.files import Files
 from spartito.storage.span_cache import SpanCache
 
@@ -142,12 +143,11 @@ class PackedSource(BatchSource):
 
     def describe(self) -> str:
         """What is read from where."""
-        rows, files = np.diff(self.edges), len(self.blocks.files)
+        rows, files = np.diff(self.edges), plural(len(self.blocks.files), "file")
         where = "read where they lie" if self.cache is None else f"kept in {self.cache.folder}"
         return (
-            f"{self.files.url}: {self.format.name}, {files:,} file{'s' * (files != 1)} of "
-            f"{self.blocks.bytes / 1e6:,.1f} MB, {where}\n{len(self):,} examples in "
-            f"{len(rows):,} blocks of up to {rows.max():,}"
+            f"{self.files.url}: {self.format.name}, {files} of {size(self.blocks.bytes)}, {where}\n"
+            f"{len(self):,} examples in {len(rows):,} blocks of up to {rows.max():,}"
         )
 
     def locate(self, index: int) -> str:

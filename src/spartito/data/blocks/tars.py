@@ -15,12 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from spartito.data.blocks.formats import Block, Columns, FileIndex, Missing, Span, whole_block
+from spartito.data.blocks.formats import (
+    TARGET,
+    Block,
+    Columns,
+    FileIndex,
+    Missing,
+    Span,
+    whole_block,
+)
 from spartito.errors import UserError
 from spartito.storage.files import File, RangeReader
 
-TARGET = 4 << 20
-"""Bytes of a block, about."""
 AHEAD = 1 << 20
 """Bytes that are read at once when a tar is looked through."""
 KEY = "__key__"

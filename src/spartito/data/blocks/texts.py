@@ -6,12 +6,18 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from spartito.data.blocks.formats import Block, Columns, FileIndex, Missing, Span, whole_block
+from spartito.data.blocks.formats import (
+    TARGET,
+    Block,
+    Columns,
+    FileIndex,
+    Missing,
+    Span,
+    whole_block,
+)
 from spartito.errors import UserError
 from spartito.storage.files import File, RangeReader
 
-TARGET = 4 << 20
-"""Bytes of a block, about."""
 LONGEST = 256 << 20
 """Bytes of a document: it is in memory as a whole, several times while it becomes tokens."""
 COLUMN = "text"

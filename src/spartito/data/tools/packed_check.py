@@ -8,9 +8,8 @@ may have the name of another one.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from json import dumps
@@ -26,6 +25,7 @@ from spartito.data.blocks.reading import BlockFiles
 from spartito.data.blocks.tars import names_in, split_name
 from spartito.data.decode import decode
 from spartito.data.headers import READABLE, ImageFault, promised_format, sniff
+from spartito.data.prefetch import read_ahead
 from spartito.data.progress import Progress
 from spartito.errors import UserError, show
 from spartito.storage.files import File, Files, is_for_good, names_folder, open_files, read_range
@@ -333,14 +333,4 @@ def _why(files: Files, error: UserError) -> str:
 def _in_threads(works: Iterable[Callable[[], R]]) -> Iterator[R]:
     """What calls return, in their order, by a thread for each core."""
     threads = available_cores()
-    waiting: deque[Future[R]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            for work in works:
-                waiting.append(pool.submit(work))
-                if len(waiting) > 2 * threads:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    return read_ahead(iter(works), 2 * threads, threads)

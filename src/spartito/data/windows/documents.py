@@ -10,13 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from spartito.data.blocks.arrow_columns import column_values
-from spartito.data.blocks.formats import Block, Columns, even_blocks
+from spartito.data.blocks.formats import TARGET, Block, Columns, even_blocks
 from spartito.data.blocks.reading import BlockFiles
 from spartito.errors import UserError
 from spartito.names import nearest
-
-TARGET = 4 << 20
-"""Bytes of a table's block, about."""
 
 Identity = tuple[str, ...] | None
 """All that documents depend on; None: nobody knows, so nothing is kept of them."""

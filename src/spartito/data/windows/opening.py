@@ -20,6 +20,7 @@ from spartito.data.windows.source import Layout, WindowSource
 from spartito.data.windows.token_blocks import Encoding, TokenBlocks
 from spartito.data.windows.tokenizers import Tokenizer, as_tokenizer
 from spartito.errors import UserError
+from spartito.names import size
 from spartito.notes import warn
 from spartito.numeric import is_whole
 from spartito.storage.span_cache import SpanCache, default_cache
@@ -99,12 +100,12 @@ def tokens(
         )
     if chosen is not None and SMALLEST * total > kept.limit:
         warn(
-            "the cache in %s takes %.1f GB, and the tokens of these texts %.1f GB: "
+            "the cache in %s takes %s, and the tokens of these texts %s: "
             "what does not fit becomes tokens again in each pass; SPARTITO_CACHE_LIMIT or "
             "SPARTITO_CACHE=DIR gives it more",
             kept.folder,
-            kept.limit / 1e9,
-            SMALLEST * total / 1e9,
+            size(kept.limit),
+            size(SMALLEST * total),
         )
     source = WindowSource(blocks, layout, documents, for_transformers)
     return Dataset(source).prefetch(threads + 2, threads)

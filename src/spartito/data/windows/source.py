@@ -142,7 +142,6 @@ class WindowSource(BatchSource):
         return rows(self.read_batch([index]).data, lambda tensor: tensor[0])
 
     def read_batch(self, indices: Sequence[int]) -> Found:
-        """As `BatchSource.read_batch`."""
         if not len(indices):
             return Found(None, [], [])
         wanted = np.asarray(indices, dtype=np.int64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
 from spartito.doctor.wording import amount
+from spartito.launch.processes.gpus import listed_gpus
 from spartito.system import IS_LINUX
 
 PLUG_INS = "torch.backends"
@@ -117,13 +117,4 @@ def gpu_names(env: Mapping[str, str], seconds: float) -> list[str]:
     """
     if env.get("CUDA_VISIBLE_DEVICES", "all").strip() in {"", "-1"}:
         return []
-    if shutil.which("nvidia-smi") is None:
-        return []
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=seconds
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
-    return [line.partition(": ")[2].partition(" (UUID")[0] for line in lines]
+    return [line.partition(": ")[2].partition(" (UUID")[0] for line in listed_gpus(seconds)]

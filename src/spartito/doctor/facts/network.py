@@ -10,6 +10,7 @@ from pathlib import Path
 from spartito.doctor.findings import Name, Route
 from spartito.doctor.parallel import at_once
 from spartito.system import PROC
+from spartito.system.texts import text_of
 from spartito.wire.interfaces import interface_of, resolve, source_address
 
 LISTENS = "0A"
@@ -64,8 +65,7 @@ def _resolve(host: str) -> Name:
 
 def _listening(port: int, proc: Path) -> Iterable[str]:
     for table in ("net/tcp", "net/tcp6"):
-        with suppress(OSError):
-            for line in (proc / table).read_text().splitlines()[1:]:
-                words = line.split()
-                if words[3] == LISTENS and int(words[1].rpartition(":")[2], 16) == port:
-                    yield words[9]
+        for line in text_of(proc / table).splitlines()[1:]:
+            words = line.split()
+            if words[3] == LISTENS and int(words[1].rpartition(":")[2], 16) == port:
+                yield words[9]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from spartito.doctor.findings import Findings
 from spartito.doctor.rules.verdict import Verdict, Verdicts
-from spartito.doctor.wording import duration, joined, rate
+from spartito.doctor.wording import joined
+from spartito.names import duration, size
 
 MEGABYTE = 1e6
 SIZES = (1, 10, 100)
@@ -51,10 +52,10 @@ def thin_lines(findings: Findings) -> Verdicts:
     if slowest is None or not (way := compress(slowest.bandwidth)):
         return
     machines = len({fact.machine for fact in facts.values()})
-    took = [exchange_seconds(size * MEGABYTE, slowest.bandwidth, machines) for size in SIZES]
+    took = [exchange_seconds(each * MEGABYTE, slowest.bandwidth, machines) for each in SIZES]
     what = (
-        f"the line from {slowest.source} to {slowest.target} carries {rate(slowest.bandwidth)}: to "
-        f"sum gradients of {joined([str(size) for size in SIZES])} MB takes "
+        f"the line from {slowest.source} to {slowest.target} carries "
+        f"{size(slowest.bandwidth)}/s: to sum gradients of {joined([*map(str, SIZES)])} MB takes "
         f"{joined([duration(seconds) for seconds in took])}"
     )
     advice = (

@@ -8,9 +8,9 @@ from spartito.cluster.spec import EVALUATOR
 from spartito.collectives.versions import Versions
 from spartito.doctor.findings import Facts, Findings
 from spartito.doctor.rules.verdict import Severity, Verdict, Verdicts
-from spartito.doctor.wording import amount, duration, joined
+from spartito.doctor.wording import amount, joined
 from spartito.launch.containers.plan import LEAST_MEMORY
-from spartito.names import who_has
+from spartito.names import duration, who_has
 
 SAME = "Install the same on all."
 CLOCK_SECONDS = 1.0

@@ -7,8 +7,8 @@ from itertools import combinations, permutations
 
 from spartito.doctor.findings import Findings, Outcome, Pair, Probe, slower_than_back
 from spartito.doctor.rules.verdict import Severity, Verdict, Verdicts
-from spartito.doctor.wording import amount, duration, joined, rate
-from spartito.names import plural
+from spartito.doctor.wording import amount, joined
+from spartito.names import duration, plural, size
 from spartito.wire.addresses import is_loopback
 
 MEANS = {
@@ -224,9 +224,11 @@ def slow_pairs(findings: Findings) -> Verdicts:
             what = f"the connection from {speed.source} to {speed.target} is far slower than "
             back = slower_than_back(speed, findings.speeds)
             if back is None:
-                what += f"the others: {duration(speed.latency)} round trip, {rate(speed.bandwidth)}"
+                what += (
+                    f"the others: {duration(speed.latency)} round trip, {size(speed.bandwidth)}/s"
+                )
             else:
-                what += f"its reverse: {rate(speed.bandwidth)} against {rate(back.bandwidth)}"
+                what += f"its reverse: {size(speed.bandwidth)}/s against {size(back.bandwidth)}/s"
             advice = "Look at the cable, the interface and the load of these two."
             yield Verdict("slow", "warning", what, advice, [speed.source, speed.target])
 

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-from spartito.collectives.collective import left
+from spartito.collectives.collective import HALF, left
 from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.engine.memory_layout import viewing
 from spartito.engine.meta_models import make
@@ -35,7 +35,6 @@ from spartito.engine.sharding.hidden_parameters import computes_in, cover, no_co
 from spartito.engine.sharding.homes import BlockOfHome, Home, whole_homes
 
 _WANTED = ("reset_iter_state", "set_custom_reduce_scatter", "set_reduce_scatter_unused_params")
-HALF = (torch.bfloat16, torch.float16)
 
 
 def _is_there() -> bool:

@@ -27,7 +27,7 @@ from spartito.launch.images import check_image
 from spartito.launch.job import JobSpec, check_folders_of_recipe, option
 from spartito.launch.kubernetes.values import check_memory, quantity
 from spartito.launch.processes.roles import Roles
-from spartito.launch.target import check_folder, named_here
+from spartito.launch.target import check_data, named_here
 
 BUCKETS = ("s3", "gs", "r2", "cos", "oci", "nebius", "coreweave")
 """Stores that SkyPilot mounts."""
@@ -160,7 +160,6 @@ class Sky(Cloud):
     )
 
     def plan(self, job: JobSpec) -> Nodes:
-        """As `FileLauncher.plan`."""
         out = None if job.out is None else _bucket("--out", str(job.out))
         if self.gpus and self.gpu_type is None:
             raise UserError("--gpus: SkyPilot wants to know which", "Add --gpu-type L4, or others.")
@@ -229,7 +228,6 @@ class Dstack(Cloud):
     image: str = option("The image that all run.", IMAGE, metavar="NAME")
 
     def plan(self, job: JobSpec) -> Nodes:
-        """As `FileLauncher.plan`."""
         if job.out is None:
             raise UserError(
                 "no --out: what a container writes goes with it",
@@ -289,7 +287,7 @@ def _sky_data(text: str | None) -> Data:
     if text is None:
         return Data()
     if (found := parse_url(text)) is None:
-        check_folder("--data", Path(text))
+        check_data(Path(text))
         return Data(folder=named_here("--data", Path(text)))
     if found[0] in SCHEMES and found[1]:
         return Data(url=f"{found[0]}://{found[1]}")

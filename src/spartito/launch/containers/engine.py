@@ -192,12 +192,18 @@ class Engine:
         command = [*self.compose, *where, "--file", "-", *words]
         return call(command, limit, text, folder, env, say)
 
-    def label(self, image: str, label: str) -> str | None:
-        """A label of ``image``, empty without; None where the image is not on this machine."""
+    def version_in(self, image: str) -> str:
+        """The version of Spartito that ``image`` says it holds; empty where it says nothing.
+
+        Raises `UserError` where the image is not on this machine.
+        """
         if not self.ask("image", "ls", "--quiet", image).strip():
-            return None
+            raise UserError(
+                f"there is no image {image!r} on this machine",
+                f"Build it: spartito cluster image --tag {image}",
+            )
         found = self.ask("image", "inspect", "--format", "{{json .Config.Labels}}", image)
-        return str((json.loads(found) or {}).get(label, ""))
+        return str((json.loads(found) or {}).get(VERSION_LABEL, ""))
 
     def states(self, job: JobFile) -> list[TaskState]:
         """How each container of the job goes, in the order of the file."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -12,15 +12,15 @@ from types import FrameType
 
 from spartito.errors import EXIT_TASK_LOST, SpartitoError, UserError
 from spartito.launch.containers.compose import STOP_SECONDS
-from spartito.launch.containers.engine import VERSION_LABEL, Engine, TaskState
+from spartito.launch.containers.engine import Engine, TaskState
 from spartito.launch.containers.file import Folder, JobFile, read_job
 from spartito.launch.containers.secret import make_secret
 from spartito.launch.containers.watch import Watch, how_it_ended, verdict
+from spartito.launch.processes.interrupts import ENDING
+from spartito.names import aligned
 from spartito.notes import say
 from spartito.wire.addresses import split_address
 from spartito.wire.listening import bound
-
-INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 FALLEN_SECONDS = 5
 """From the request to stop to the kill, for the others once a task failed."""
@@ -114,10 +114,8 @@ def status(path: Path) -> int:
     if not listed:
         raise _not_here(path, job)
     states = {state.service: state for state in listed}
-    width = max(map(len, job.services))
-    print(f"{'task':<{width}}  {'status':<10}  {'health':<9}  starts  exit code")
-    for service in job.services:
-        print(_row(service, states.get(service), width))
+    rows = [_row(service, states.get(service)) for service in job.services]
+    print("\n".join(aligned([("task", "status", "health", "starts", "exit code"), *rows], (3, 4))))
     if (found := verdict(job, listed)) is not None:
         code, name = found
         print(f"{job.name} has ended: {how_it_ended(job, listed, name) if code else 'all is well'}")
@@ -223,12 +221,7 @@ def _check_open(job: JobFile, folder: Folder) -> None:
 def check_images(engine: Engine, job: JobFile) -> None:
     """Raise `UserError` for an image that is missing; note one with another Spartito."""
     for image in job.images:
-        built = engine.label(image, VERSION_LABEL)
-        if built is None:
-            raise UserError(
-                f"there is no image {image!r} on this machine",
-                f"Build it: spartito cluster image --tag {image}",
-            )
+        built = engine.version_in(image)
         if built and built != version("spartito"):
             say(f"note: the image {image} holds Spartito {built}, here is {version('spartito')}")
 
@@ -244,14 +237,12 @@ def _say_folders(job: JobFile) -> None:
             say(f"the run folder is {folder.path}")
 
 
-def _row(service: str, state: TaskState | None, width: int) -> str:
+def _row(service: str, state: TaskState | None) -> Sequence[str]:
     if state is None:
-        return f"{service:<{width}}  missing"
+        return service, "missing", "", "", ""
     # The last health check of a container that has ended says nothing: it may have been stopping.
     code, health = (str(state.code), "") if state.ended else ("", state.health)
-    return (
-        f"{service:<{width}}  {state.status:<10}  {health:<9}  {state.starts:>6}  {code:>9}"
-    ).rstrip()
+    return service, state.status, health, str(state.starts), code
 
 
 class Interrupted(BaseException):
@@ -277,7 +268,7 @@ def interrupts() -> Iterator[Callable[[], None]]:
         ignore()
         raise Interrupted(number)
 
-    old = {number: signal.getsignal(number) for number in INTERRUPTS}
+    old = {number: signal.getsignal(number) for number in ENDING}
     if old[signal.SIGHUP] == signal.SIG_IGN:  # nohup
         del old[signal.SIGHUP]
     for number in old:

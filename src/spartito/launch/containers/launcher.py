@@ -27,7 +27,7 @@ from spartito.launch.images import check_image
 from spartito.launch.job import JobSpec, check_folders_of_recipe, option
 from spartito.launch.processes.roles import Roles
 from spartito.launch.recovery_options import Recovering
-from spartito.launch.target import check_folder, inside_here
+from spartito.launch.target import check_data, seen_from_here
 from spartito.registry import default_name, strategy_info
 from spartito.system.capacity import available_cores
 from spartito.urls import is_remote
@@ -83,7 +83,6 @@ class Compose(Recovering, FileLauncher[Containers]):
         write_files(planned, self.into)
 
     def plan(self, job: JobSpec) -> Containers:
-        """As `FileLauncher.plan`."""
         program, roles = job.program, job.roles()
         check_text((program.name, *program.arguments))
         check_image(self.image)
@@ -118,11 +117,11 @@ class Compose(Recovering, FileLauncher[Containers]):
         given = job.data_folder
         is_file = given is not None and given.is_file()  # its folder is mounted
         folder = given.parent if given is not None and is_file else given
-        check_folder("--data", folder)
+        check_data(folder)
         check_folders_of_recipe(program, "compose")
 
-        def named(path: Path | None) -> str | None:
-            return None if path is None else _named(path, whole=bool(machines))
+        def named(path: Path) -> str:
+            return str(path.resolve()) if machines else seen_from_here(path)
 
         there = None if script is None else f"/scripts/{script.name}"
         data = None if given is None else f"/data/{given.name}" if is_file else "/data"
@@ -132,10 +131,10 @@ class Compose(Recovering, FileLauncher[Containers]):
             command=("python", *program.argv(there, out="/runs", data=data)),
             strategy=chosen,
             roles=roles,
-            out=_named(job.out or Path("runs") / name, whole=bool(machines)),
+            out=named(job.out or Path("runs") / name),
             image=self.image,
-            scripts=named(None if script is None else script.parent),
-            data=named(folder),
+            scripts=None if script is None else named(script.parent),
+            data=None if folder is None else named(folder),
             limits=Limits(_cpus(self.cpus, roles.workers), _memory(self.memory), self.gpus),
             network=Network(self.host_network or bool(machines), self.share_ipc, machines),
             cores=available_cores(),
@@ -185,14 +184,6 @@ def _check_ports(job: Containers) -> None:
             "machine",
             "Allow one for each task.",
         )
-
-
-def _named(path: Path, whole: bool) -> str:
-    """``path`` as a file in the present folder names it: ``./data``, or whole if it is outside."""
-    inside = None if whole else inside_here(path)
-    if inside is None:
-        return str(path.resolve())
-    return f"./{inside}" if inside.parts else "."
 
 
 def _cpus(text: str | None, workers: int) -> tuple[float, ...]:

@@ -21,13 +21,13 @@ from contextlib import suppress
 from types import FrameType
 
 from spartito.launch.hosts.agent import HEARTBEAT, OF_SSH, first_line
+from spartito.launch.processes.interrupts import ENDING
 from spartito.launch.processes.process import AGAIN
 from spartito.names import ENV_SECRET
 from spartito.notes import say
 from spartito.system import die_with_parent
 from spartito.wire.secret import read_secret
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (*ENDING, signal.SIGTSTP, signal.SIGCONT)
 
 FATAL = frozenset(

@@ -16,7 +16,7 @@ from spartito.launch.hosts.ssh import Ssh
 from spartito.launch.processes.local import RUNTIME, Position, defaults, environments
 from spartito.launch.processes.process import Process, process_of
 from spartito.launch.processes.roles import Roles, task_environment
-from spartito.names import ENV_SECRET, ENV_SECRET_FILE
+from spartito.names import ENV_SECRET, ENV_SECRET_FILE, aligned
 from spartito.wire.addresses import address
 
 PORT = 29500
@@ -138,11 +138,8 @@ class Plan:
         for task in self.roles.tasks:
             port = f" ({self.address(task).rpartition(':')[2]})" if self.listens(task) else ""
             by_machine[self.machine_of(task)].append(f"{task}{port}")
-        width = max(len(host.name) for host in self.hosts)
-        return [
-            f"{host.name:<{width}}  {', '.join(tasks)}"
-            for host, tasks in zip(self.hosts, by_machine, strict=True)
-        ]
+        names = (host.name for host in self.hosts)
+        return aligned(list(zip(names, map(", ".join, by_machine), strict=True)))
 
 
 def travelling(env: Mapping[str, str], passed: Collection[str] = ()) -> dict[str, str]:

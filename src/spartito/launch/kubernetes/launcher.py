@@ -112,7 +112,6 @@ class Kubernetes(Recovering, FileLauncher[Pods]):
         print_file(job_file(planned), filter(None, notes))
 
     def plan(self, job: JobSpec) -> Pods:
-        """As `FileLauncher.plan`."""
         program, roles = job.program, job.roles()
         if self.kind not in KINDS:
             raise UserError(f"--kind {self.kind!r} is no kind of job", nearest(self.kind, KINDS))

@@ -31,12 +31,21 @@ def _present(proc: Path) -> int:
     listed = proc / "driver/nvidia/gpus"
     if listed.is_dir():
         return sum(1 for _ in listed.iterdir())
+    return len(listed_gpus(QUERY_SECONDS))
+
+
+def listed_gpus(seconds: float) -> list[str]:
+    """The lines of nvidia-smi that have a GPU each; none where it cannot say.
+
+    Args:
+        seconds: How long it may take.
+    """
     if shutil.which("nvidia-smi") is None:
-        return 0
+        return []
     try:
         printed = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=QUERY_SECONDS
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=seconds
         )
     except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(1 for line in printed.stdout.splitlines() if line.startswith("GPU "))
+        return []
+    return [line for line in printed.stdout.splitlines() if line.startswith("GPU ")]

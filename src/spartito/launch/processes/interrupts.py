@@ -9,6 +9,7 @@ from threading import current_thread, main_thread
 from typing import Any
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What asks a launcher to end."""
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from spartito.failpoints import failpoint
 from spartito.launch.processes.fork_server import Forks
 from spartito.launch.processes.group_restart import fallen
 from spartito.launch.processes.heartbeats import Heartbeats
+from spartito.launch.processes.interrupts import ENDING
 from spartito.launch.processes.job_end import done_at, done_beside, failure_of, report_failure
 from spartito.launch.processes.logs import TaskLog
 from spartito.launch.processes.output import Channel, ErrorChannel, Sink, binary
@@ -40,7 +41,6 @@ from spartito.launch.processes.throttle import FULL, start_throttle
 from spartito.system import die_with_parent
 from spartito.system.capacity import MemoryKills, memory_kills
 
-INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DOUBLE_CLICK = 0.05
 """Seconds within which a second Ctrl-C is the first one, sent to the whole group as well."""
 TICK = 1.0
@@ -171,7 +171,7 @@ class _Supervisor:
             os.set_blocking(fd, False)
         old_fd = signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         old = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, lambda number, frame: None)}
-        for number in INTERRUPTS:
+        for number in ENDING:
             ignored = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
             if not ignored:  # nohup
                 old[number] = signal.signal(number, self._interrupt)

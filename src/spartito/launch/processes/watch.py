@@ -12,6 +12,7 @@ from statistics import median
 
 from spartito.cluster.limits import NOTICE
 from spartito.heartbeat import Beat, Life
+from spartito.names import duration
 
 LOOKS = 10
 """Looks at the tasks within that time."""
@@ -230,12 +231,12 @@ class Watch:
                 known.slow_after = known.slow_after if known.slow else ROW
                 continue
             known.slow_after *= AGAIN
-            data = f", {known.data * 1e3:.3g} ms of it for data" if known.data else ""
+            data = f", {duration(known.data)} of it for data" if known.data else ""
             notices.append(
                 Notice(
                     name,
-                    f"is slower than the others: {own[name] * 1e3:.3g} ms of its own for a step"
-                    f"{data}; theirs take {slow[name] * 1e3:.3g} ms",
+                    f"is slower than the others: {duration(own[name])} of its own for a step"
+                    f"{data}; theirs take {duration(slow[name])}",
                 )
             )
         return notices

@@ -37,7 +37,7 @@ from spartito.launch.slurm.values import (
     signal_before,
     time_seconds,
 )
-from spartito.launch.target import check_folder, inside_here, quoted
+from spartito.launch.target import check_data, inside_here, quoted
 from spartito.names import plural
 from spartito.registry import default_name, strategy_info
 
@@ -122,7 +122,6 @@ class Slurm(FileLauncher[BatchJob]):
         print_file(batch_file(planned))
 
     def plan(self, job: JobSpec) -> BatchJob:
-        """As `FileLauncher.plan`."""
         roles = job.roles()
         if roles.chief:
             raise UserError(
@@ -141,7 +140,7 @@ class Slurm(FileLauncher[BatchJob]):
         if self.signal is not None:
             check_signal(self.signal, limit)
         array = None if self.array is None else parse_array(self.array)
-        check_folder("--data", job.data_folder)
+        check_data(job.data_folder)
         script = job.program.script
         check_printable({"--out": job.out, "the script's name": script and script.name})
         about, command = self._command(job, array)

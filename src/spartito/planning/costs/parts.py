@@ -175,21 +175,20 @@ def check_options(strategy: Declared, known: Iterable[str]) -> None:
             )
 
 
-def whole_number(strategy: Declared, option: str, default: int, least: int = 1) -> int:
-    """An option that is a whole number.
+def whole_number(strategy: Declared, option: str, default: int) -> int:
+    """An option that is a whole number of 1 or more.
 
     Args:
         strategy: Whose it is.
         option: Its name.
         default: Where it is not given.
-        least: What it is at least.
 
     Raises:
         UserError: It is something else.
     """
     value = strategy.options.get(option, default)
-    if type(value) is not int or value < least:
-        raise UserError(f"{strategy.name}: {option}={value!r}", f"It is {least} or more.")
+    if type(value) is not int or value < 1:
+        raise UserError(f"{strategy.name}: {option}={value!r}", "It is 1 or more.")
     return value
 
 

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from spartito.errors import UserError
+from spartito.names import listed
 from spartito.ps.client.vector import Vector
 
-MOST_NAMES = 3
+MOST_NAMES = 4
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -70,16 +71,17 @@ class PulledValues:
         both = zip(self._learned, self._sums, now, strict=False)
         if written := [name for (name, _), before, after in both if before != after]:
             raise UserError(
-                f"{_listed(written)} of the model changed on {self._name} between two steps under "
-                "parameter_server: the servers hold the parameters, and their values replace what "
-                "a callback or the script writes",
+                f"{listed(written, MOST_NAMES)} of the model changed on {self._name} between two "
+                "steps under parameter_server: the servers hold the parameters, and their values "
+                "replace what a callback or the script writes",
                 "Write into parameters before the first step, load them by trainer.load_weights(), "
                 "or take a synchronous strategy.",
             )
         if frozen := [name for name, tensor in self._learning if not tensor.requires_grad]:
             raise UserError(
-                f"{_listed(frozen)} of the model was frozen on {self._name} during fit() under "
-                "parameter_server: callbacks run there alone, and other workers go on learning it",
+                f"{listed(frozen, MOST_NAMES)} of the model was frozen on {self._name} during "
+                "fit() under parameter_server: callbacks run there alone, and other workers go on "
+                "learning it",
                 "Freeze it before the Trainer is made, or take a synchronous strategy.",
             )
 
@@ -89,7 +91,3 @@ def _sum(tensor: Tensor) -> Tensor:
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = plain.detach().contiguous().view(-1)
     return flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64)
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")

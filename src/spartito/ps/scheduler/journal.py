@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import os
-import struct
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Protocol
-from zlib import crc32
 
+from spartito.cluster.store.journal import framed, records
 from spartito.errors import TaskLostError
 from spartito.notes import warn
 from spartito.storage.atomic import write_all
 
-HEAD = struct.Struct("<II")
-"""The length of a record and its checksum; the record follows."""
 LOCK_SECONDS = 5.0
 """How long the process that wrote it before may take to end."""
 
@@ -76,12 +72,13 @@ class FileJournal(Journal):
         self._file: int | None = _open(path, os.O_WRONLY | os.O_APPEND)
 
     def read(self) -> list[bytes]:
-        return list(_records(self._path.read_bytes()))
+        with self._path.open("rb") as file:
+            return list(records(file))
 
     def append(self, record: bytes) -> None:
         if self._file is None:
             return
-        data = _framed(record)
+        data = framed(record)
         try:
             write_all(self._file, data)
             self.size += len(data)
@@ -97,7 +94,7 @@ class FileJournal(Journal):
                 fresh.unlink()
             file = _open(fresh, os.O_WRONLY | os.O_APPEND | os.O_EXCL)
             try:
-                write_all(file, _framed(record))
+                write_all(file, framed(record))
                 fresh.rename(self._path)
             except BaseException:
                 os.close(file)
@@ -138,19 +135,3 @@ class FileJournal(Journal):
 
 def _open(path: Path, how: int) -> int:
     return os.open(path, how | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-
-def _framed(record: bytes) -> bytes:
-    return HEAD.pack(len(record), crc32(record)) + record
-
-
-def _records(data: bytes) -> Iterator[bytes]:
-    """The records up to the first that is torn."""
-    at = 0
-    while at + HEAD.size <= len(data):
-        length, checksum = HEAD.unpack_from(data, at)
-        record = data[at + HEAD.size : at + HEAD.size + length]
-        if len(record) < length or crc32(record) != checksum:
-            return
-        yield record
-        at += HEAD.size + length

@@ -21,7 +21,8 @@ from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.liveness import LivenessCheck
 from spartito.collectives.rendezvous import Rendezvous
 from spartito.collectives.shared_memory import SharedMemoryCollective
-from spartito.errors import EXIT_TASK_LOST, SpartitoError, TaskLostError, UserError
+from spartito.collectives.store import error_from_text, error_to_text
+from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.heartbeat import resume, waits
 from spartito.steps.groups import Groups
 from spartito.threads import in_thread
@@ -96,11 +97,6 @@ class Inside:
     def is_first(self) -> bool:
         """Whether this member speaks for the group."""
         return self.group.rank == 0
-
-    @property
-    def member(self) -> tuple[int, int]:
-        """The number of this member, and how many there are."""
-        return self.group.rank, self.group.world_size
 
     def tell(self, work: Callable[[], bytes]) -> bytes:
         """What ``work`` returns to the first member, on all, who all call this.
@@ -206,7 +202,7 @@ class Inside:
         try:
             found = reply.result()
         except SpartitoError as error:
-            self._say(ERROR, f"{error.exit_code} {error}".encode())
+            self._say(ERROR, error_to_text(error).encode())
             raise
         self._say(RESULT, found)
         resume(before)
@@ -225,7 +221,7 @@ class Inside:
         payload = torch.zeros(length, dtype=torch.uint8)
         data = self.group.broadcast(payload).numpy().tobytes() if length else b""
         if kind == ERROR:
-            raise _error(data.decode())
+            raise error_from_text(data.decode(), UserError)
         return data
 
     @contextmanager
@@ -242,12 +238,6 @@ class Inside:
         while not self._left.wait(BEAT):
             for each in () if self.gave_up else self._here:
                 each.heartbeat()
-
-
-def _error(text: str) -> SpartitoError:
-    code, _, message = text.partition(" ")
-    what, _, do = message.partition("\n  ")
-    return (TaskLostError if int(code) == EXIT_TASK_LOST else UserError)(what, do)
 
 
 def cluster_of(cluster: ClusterSpec, own: Sequence[int]) -> ClusterSpec:

@@ -14,7 +14,7 @@ from torch import Tensor
 from spartito.collectives.collective import Collective
 from spartito.data.batch import Batch
 from spartito.engine.batchnorm import average_statistics, local_batchnorms
-from spartito.errors import TaskLostError, UserError
+from spartito.errors import TaskLostError
 from spartito.outer.groups import EQUAL
 from spartito.outer.synchronized_values import Shown
 from spartito.ps.client.servers import Servers
@@ -192,15 +192,6 @@ class GroupPusher(Pusher):
         vector = self.servers.vector
         pairs = zip(vector.layout.entries, vector.tensors, strict=True)
         return {entry.name: tensor for entry, tensor in pairs if entry.group != BUFFER}
-
-    @property
-    def _here(self) -> WorkPosition:
-        if self.current is None:
-            raise UserError(
-                "an update outside of the batches that the chief gave out",
-                "Iterate over strategy.distribute(data), and update once for each batch.",
-            )
-        return self.current
 
     def look_together(self) -> None:
         """As `Pusher.look_together`."""

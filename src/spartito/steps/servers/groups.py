@@ -138,10 +138,9 @@ def check_length(every: int, steps: int | None, accumulate: int) -> None:
     updates = None if steps is None else -(-steps // accumulate)
     if updates is not None and updates < every:
         warn(
-            "every=%d, and an epoch has %d update%s: groups push what they have moved at its end",
+            "every=%d, and an epoch has %s: groups push what they have moved at its end",
             every,
-            updates,
-            "s"[: updates != 1],
+            plural(updates, "update"),
         )
 
 

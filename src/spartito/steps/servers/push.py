@@ -96,6 +96,15 @@ class Pusher:
         self._batches: list[Batch] = []  # of the next push, or of the last one that was sent
         self._sent: Push | None = None
 
+    @property
+    def _here(self) -> WorkPosition:
+        if self.current is None:
+            raise UserError(
+                "an update outside of the batches that the chief gave out",
+                "Iterate over strategy.distribute(data), and update once for each batch.",
+            )
+        return self.current
+
     def ready(self, batch: Batch) -> None:
         """Have values to compute with before the forward pass of ``batch``."""
         self.arrive()
@@ -109,12 +118,7 @@ class Pusher:
 
         The reply is awaited when the values are needed.
         """
-        current = self.current
-        if current is None:
-            raise UserError(
-                "an update outside of the batches that the chief gave out",
-                "Iterate over strategy.distribute(data), and update once for each batch.",
-            )
+        current = self._here
         lease, current.reached = current.lease, current.first
         self._sent = Push(
             keys=current.keys,

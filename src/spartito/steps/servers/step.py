@@ -26,7 +26,7 @@ from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader
 from spartito.data.placing import Placing
 from spartito.engine.batchnorm import has_batchnorm
-from spartito.engine.buffers import listed, watched
+from spartito.engine.buffers import in_words, watched
 from spartito.engine.denormals import flushed
 from spartito.engine.logged import listening
 from spartito.engine.loss import LossFunction
@@ -257,18 +257,11 @@ class ServedTeam(Team):
 
 
 class ToServers(Whole):
-    """The exchange of a worker whose gradients go to servers as they are.
-
-    Args:
-        team: The workers.
-    """
+    """The exchange of a worker whose gradients go to servers as they are."""
 
     agreement = Alike()
     brings = divides = False
     fraction = 0.0
-
-    def __init__(self, team: ServedTeam) -> None:
-        self._team = team
 
     def check(self, optimizer: object, settings: Settings) -> None:
         """As `Exchange.check`: what the servers can, `ServedStep` has checked."""
@@ -664,7 +657,7 @@ def _watching(team: ServedTeam, pair: Pair) -> Generator[None]:
         yield
     if changed:
         raise UserError(
-            f"deterministic training under parameter_server with {listed(changed)}, which the "
+            f"deterministic training under parameter_server with {in_words(changed)}, which the "
             "forward pass changes",
             "Workers see their own rows and do not meet there: leave deterministic out, or "
             "compute from all rows (strategy.reduce) under mirrored.",

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from spartito.checkpoint.in_store import LocalCopies, put, saving
+from spartito.checkpoint.in_store import LocalCopies, put
 from spartito.errors import UserError
 from spartito.notes import warn
 from spartito.storage.remote import (
@@ -61,11 +61,7 @@ class RemoteBackups(Backups):
 
     def begin(self, name: str) -> dict[str, Any]:
         self._upload = new_name(name)
-        with saving():
-            self._copies.prepare()
-            found = whole_ones(self._store)
-        newest = int(found[-1][1].about.get("sequence", 0)) if found else 0
-        return {"sequence": newest + 1}
+        return {"sequence": self._copies.next_number()}
 
     def end(self, name: str) -> None:
         put(self._store, self.directory / name, self._upload)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from spartito.errors import UserError
-from spartito.report.figures import BOOKKEEPING, OF_GROUPS, duration, figure, scalars
+from spartito.report.figures import BOOKKEEPING, OF_GROUPS, clock_time, figure, scalars
 from spartito.training.callback import Callback, Logs
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class ProgressBar(Callback):
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Show all figures of the epoch."""
         speed = {name: logs[name] for name in BOOKKEEPING if name in logs}
-        seconds = [duration(speed["seconds"])] if "seconds" in speed else []
+        seconds = [clock_time(speed["seconds"])] if "seconds" in speed else []
         self._display.epoch(self._title, _join(_figures(logs), *seconds, *_speed(speed)))
         self._next = _NEVER
 
@@ -119,7 +119,7 @@ class ProgressBar(Callback):
         left: list[str] = []
         if total is not None and batch > first:
             seconds = (now - began) / (batch - first) * max(total - done, 0)
-            left = [f"{duration(seconds)} left"]
+            left = [f"{clock_time(seconds)} left"]
         speed = {
             "examples_per_second": self.trainer.examples_per_second,
             "data_wait_fraction": self.trainer.data_wait_fraction,

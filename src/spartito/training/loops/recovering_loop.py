@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,6 @@ from spartito.training.evaluation import Evaluation
 from spartito.training.history import History
 from spartito.training.loops.callback_catch_up import keys_of, missed
 from spartito.training.loops.clock import StepLogs
-from spartito.training.loops.mark import AGREE, ALL, CALLBACKS, CONCLUDE, END, TRAIN, Mark
 from spartito.training.loops.training_loop import TrainingLoop
 from spartito.training.metrics import Metric
 from spartito.training.metrics.carried import CarriedMetrics
@@ -45,6 +44,23 @@ from spartito.training.schedule import scheduler_state
 
 if TYPE_CHECKING:
     from spartito.training.trainer import Trainer
+
+
+TRAIN, CONCLUDE, CALLBACKS, AGREE, END = range(5)
+"""The stages of an epoch: its steps, its figures, its callbacks, whether another one comes."""
+
+ALL = 1 << 30
+"""Every callback was called."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where the last update left a task."""
+
+    data: dict[str, Any]
+    seen: tuple[Any, ...]
+    done: int
+    examples: int
 
 
 class _SomebodyWaits(Exception):

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from spartito.accelerators import exact, wide
 from spartito.data.placing import known_to_host
 from spartito.engine.host_reads import Number, added, read
-from spartito.engine.loss import IGNORED, LossFunction, count_kept, describe
+from spartito.engine.loss import IGNORED, LossFunction, count_kept, describe, widened
 from spartito.errors import UserError
 from spartito.training.metrics.base import NAN, Metric, State
-from spartito.training.metrics.tensors import find, fitting, misfit, widened
+from spartito.training.metrics.tensors import find, fitting, misfit
 
 MetricFunction = Callable[[Any, Any], Any]
 """``(output, target)`` to one value per example, shape ``(batch,)``, their scalar mean, or the

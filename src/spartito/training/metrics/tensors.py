@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from spartito.engine.loss import align, describe
+from spartito.engine.loss import align, describe, widened
 from spartito.errors import UserError
 
 
@@ -40,13 +39,6 @@ def picked(output: Any, target: Any) -> tuple[Tensor, Tensor]:
     if prediction is None or labels is None or not prediction.dim():
         raise misfit(output, target)
     return prediction, labels
-
-
-def widened(output: Any) -> Any:
-    """``output`` in float32 where it has fewer digits: as the loss takes it."""
-    if isinstance(output, Tensor) and output.dtype in (torch.bfloat16, torch.float16):
-        return output.float()
-    return output
 
 
 def fitting(output: Tensor, target: Tensor) -> Tensor:
