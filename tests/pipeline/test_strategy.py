@@ -109,7 +109,7 @@ def test_who_fails_between_devices_is_named(accelerator_groups: Replicas) -> Non
     assert len(errors) == 3
     for error in errors:
         if error.kind != "ValueError":
-            assert "ValueError: labels of another world" in error.text
+            assert "ValueError: labels of another world" in error.text, str(error)
 
 
 def are_those_of_plain_torch(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Protocol, cast
 
@@ -173,7 +174,8 @@ class Messages:
                 self._leave(shown, target, tag)
             else:
                 self.traffic.sent += shown.nbytes
-                self._links.send(shown.to(self.device), stage, kind, tag)
+                with self._hearing(target):
+                    self._links.send(shown.to(self.device), stage, kind, tag)
 
     def receive(self, cut: Cut, stage: int, microbatch: int, kind: int) -> list[Tensor]:
         """Wait for what `send` leaves.
@@ -196,11 +198,7 @@ class Messages:
                 (dtype_of(code) or torch.float32, bool(last)) for code, last in told.tolist()
             ]
         if self._links is not None and source != self._rank:
-            try:
-                return self._here(self._links, cut, stage, microbatch, kind)
-            except TaskLostError:  # by the mail all hear why somebody has left
-                self._mail.receive(torch.empty(1), source, _NEVER)
-                raise
+            return self._here(cut, stage, microbatch, kind)
         found = []
         for number in range(len(values)):
             made, shown = self._block(cut, stage, kind, number)
@@ -221,20 +219,29 @@ class Messages:
         for number in range(len(_formats(cut, stage, kind))):
             made, shown = self._block(cut, stage, kind, number)
             tag = self._tag(stage, microbatch, kind, number)
-            waits.append(self._links.receiving(shown, stage, kind, tag))
+            with self._hearing(source):
+                waits.append(self._links.receiving(shown, stage, kind, tag))
             found.append(made)
         self._asked[stage, microbatch, kind] = found, waits
 
-    def _here(
-        self, links: DeviceLinks, cut: Cut, stage: int, microbatch: int, kind: int
-    ) -> list[Tensor]:
+    @contextmanager
+    def _hearing(self, other: int) -> Iterator[None]:
+        """A block in which another task may turn out to be lost: by the mail all hear why."""
+        try:
+            yield
+        except TaskLostError:
+            self._mail.receive(torch.empty(1), other, _NEVER)
+            raise
+
+    def _here(self, cut: Cut, stage: int, microbatch: int, kind: int) -> list[Tensor]:
         """What was asked for, now or before."""
         if (stage, microbatch, kind) not in self._asked:
             self.ask(cut, stage, microbatch, kind)
         found, waits = self._asked.pop((stage, microbatch, kind))
         begin = perf_counter()
-        for wait in waits:
-            wait()
+        with self._hearing(self._rank_of[stage - 1 if kind == FORTH else stage]):
+            for wait in waits:
+                wait()
         self.traffic.waited += perf_counter() - begin
         self.traffic.received += sum(tensor.nbytes for tensor in found)
         return found
@@ -271,7 +278,8 @@ class Messages:
         for n, tensor in enumerate(tensors):
             if self._links is not None and n not in by_mail and others:
                 self.traffic.moved(tensor.nbytes * len(others))
-                parts = self._links.gather(tensor, ranks)
+                with self._hearing(others[0]):
+                    parts = self._links.gather(tensor, ranks)
             else:
                 came = {rank: torch.empty_like(tensor) for rank in others}
                 for rank, part in came.items():
