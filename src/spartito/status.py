@@ -113,7 +113,8 @@ class _Writer:
 
 
 _told: Path | None = None
-_over = threading.Event()
+_end: Callable[[], None] | None = None
+"""Ends what is written there."""
 
 
 def folder(given: str | Path | None) -> Path | None:
@@ -132,7 +133,7 @@ def begin(given: str | Path | None, task: str) -> Path | None:
     Returns:
         The run folder; None where there is none, and nothing is written.
     """
-    global _told, _over
+    global _told, _end
     run_dir = folder(given)
     if run_dir is None:
         return None
@@ -142,18 +143,21 @@ def begin(given: str | Path | None, task: str) -> Path | None:
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     heartbeat.keep()
-    _over.set()
-    _told, _over = path, threading.Event()
-    writer = _Writer(path, task)
+    if _end is not None:
+        _end()
+    writer, over = _Writer(path, task), threading.Event()
     writer.write()
-    threading.Thread(target=writer.run, args=(_over,), name="spartito-status", daemon=True).start()
-    over = _over
+    thread = threading.Thread(target=writer.run, args=(over,), name="spartito-status", daemon=True)
+    thread.start()
+    process = os.getpid()
 
     def end() -> None:
-        if not over.is_set():
+        if not over.is_set() and os.getpid() == process:  # no fork of it
             over.set()
+            thread.join()  # it writes into the same file
             writer.write(OVER)
 
+    _told, _end = path, end
     atexit.register(end)
     return run_dir
 

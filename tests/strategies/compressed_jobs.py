@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import spartito as sp
 from spartito.checkpoint.cuts import Cut
+from spartito.training.nonfinite import SKIP, have_skipped
 from tests.replicas import warns
 from tests.strategies.jobs import blobs
 from tests.strategies.nesting_jobs import (
@@ -97,9 +98,9 @@ def hurt(text: str, bad: bool) -> dict[str, Tensor]:
         bad: Whether there is that batch at all.
     """
     strategy = sp.strategy(text, timeout=20)
-    strategy.coordination.skips_nonfinite = True
     net = network()
-    strategy.prepare(net, OPTIMIZERS["sgd"])
+    _, optimizer = strategy.prepare(net, OPTIMIZERS["sgd"])
+    have_skipped(SKIP, strategy, optimizer)
     x, y = blobs(EXAMPLES)
     x, y = torch.cat([x[:BATCH], x[:BATCH]]), torch.cat([y[:BATCH], y[:BATCH]])
     x[BATCH:] = torch.inf

@@ -36,7 +36,7 @@ class Values(ABC):
 
     is_divided = False
     """Whether the tasks of a group have parts of the parameters."""
-    only_finite = False
+    only_finite: Callable[[], bool] = bool
     """Whether what is not finite stays out of meetings, with the group that has it."""
 
     def __init__(self, model: nn.Module, world: JoinedGroups) -> None:
@@ -186,7 +186,7 @@ class Values(ABC):
         """
         views = self.views(self._told(values))
         own = [tensor.detach() for tensor in self.tensors] if mixing else []
-        if mixing and (not self.only_finite or all(bool(t.isfinite().all()) for t in own)):
+        if mixing and (not self.only_finite() or all(bool(t.isfinite().all()) for t in own)):
             self._mix(own, views, 1 - mixing)
         else:
             self.put(views)

@@ -178,7 +178,7 @@ class Coupling:
             numbers[SQUARE] = numbers[1] * square
 
         begins = [move]
-        if self._values.only_finite:  # which the tasks of a group find out together
+        if self._values.only_finite():  # which the tasks of a group find out together
             begins.pop()()
         flight.depart(self._exchange, self._values.world.line, begins, lambda: self._merge(flight))
 
@@ -472,7 +472,7 @@ class Coupling:
         """
         torch.sub(self._start, taken, out=taken)
         square, values = self._values.square(taken), self._values
-        if values.only_finite and not values.all_say(isfinite(square)):
+        if values.only_finite() and not values.all_say(isfinite(square)):
             taken.zero_()
             return 0.0, 0.0
         return share, square

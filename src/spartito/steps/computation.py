@@ -256,8 +256,7 @@ class WholeModel:
                     backward(found.value, gradient)
         except BaseException:  # some parameters have a gradient of this pass, and some have not
             for pair in pairs:
-                pair.gradients.clear()
-                pair.passes = 0
+                pair.forget()
             raise
         loss = found.total
         for pair in pairs:

@@ -141,9 +141,6 @@ class Coordination(ABC):
     under any strategy.
     """
 
-    skips_nonfinite = False
-    """Whether an update whose loss or gradients are not finite is left out, on all tasks."""
-
     @property
     def skips_together(self) -> bool:
         """Whether all tasks leave out the same updates."""

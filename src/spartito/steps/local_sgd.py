@@ -167,7 +167,7 @@ class LocalSGD:
 
     def _made_values(self, pair: Pair, column: JoinedGroups, values_of: MakeValues) -> Values:
         values = values_of(pair, column)
-        values.only_finite = self._coordination.skips_nonfinite
+        values.only_finite = lambda: pair.skips_nonfinite  # which is known later
         return values
 
     def placed(self, found: Placed, training: bool) -> Placed:
@@ -494,7 +494,7 @@ class LocalSGD:
         losses = {f"{GROUP_LOSS}{index}": nan for index in range(grouping.count)}
         for index, (loss, weight, *_) in zip(grouping.numbers, leaders, strict=True):
             losses[f"{GROUP_LOSS}{index}"] = loss / weight if weight else nan
-        if self._coordination.skips_nonfinite:  # by any group
+        if any(pair.skips_nonfinite for pair in pairs):  # by any group
             figures[SKIPPED] = int(sum(leader[-1] for leader in leaders))
         return {**figures, **losses}
 

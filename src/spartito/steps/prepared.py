@@ -76,6 +76,7 @@ class Pair:
     comparisons: Comparisons = field(default_factory=Comparisons)
     looks_from_first: bool | None = None  # at a loss of the model's own: what all its layers tell
     reports_norm: bool = False  # whether the norm of each update's gradients is a figure
+    skips_nonfinite: bool = False  # updates whose loss or gradients are not finite, on all tasks
     norm: Tensor | None = None  # that of the last update
     kept: Undo | None = None  # what was in the buffers
     saved: dict[str, Any] | None = None  # what `accumulated` returned for a checkpoint
@@ -96,6 +97,11 @@ class Pair:
         found = [parameter for parameter in given if id(parameter) not in self.shared]
         self._known = [] if found else given
         return found
+
+    def forget(self) -> None:
+        """Have computed nothing of the next update."""
+        self.gradients.clear()
+        self.passes = 0
 
     def keep_buffers(self) -> None:
         """Remember what is in the buffers before the forward passes of an update."""

@@ -307,7 +307,7 @@ class Step:
         team.outer.begin()
         with team.outer.telling(), team.replicas.current_call.during("step"):
             pair = team.pairs.only
-            if team.coordination.skips_nonfinite and not pair.passes:
+            if pair.skips_nonfinite and not pair.passes:
                 pair.keep_buffers()
             with self.parts.exchange.stepping(pair):
                 output = self._compute(pair, batch, loss)
@@ -376,8 +376,7 @@ class Step:
                 if not dropped:
                     with recovery.updating(pair):
                         self.parts.exchange.optimize(pair)
-        pair.gradients.clear()
-        pair.passes = 0
+        pair.forget()
         if dropped:
             pair.restore_buffers()
             loss = weight = 0.0
@@ -399,7 +398,7 @@ class Step:
 
     def _is_dropped(self, pair: Pair, loss: Number) -> bool:
         """Clip the gradients; whether they are of no use. In fp16 the scaler finds that out."""
-        skips = self.coordination.skips_nonfinite and pair.precision != "fp16"
+        skips = pair.skips_nonfinite and pair.precision != "fp16"
         if pair.clip_norm is None and not skips and not pair.reports_norm:
             return False
         pair.norm = norm = self.global_norm(pair)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from torch.optim import Optimizer
+
 from spartito.errors import UserError
 from spartito.names import nearest, plural
 from spartito.notes import warn
@@ -21,12 +23,22 @@ GOES_BACK = 3
 """So often at most, to the newest backup."""
 
 
-def checked(choice: str, strategy: Strategy) -> str:
-    """Have ``strategy`` do what is chosen; `UserError` for what cannot be chosen."""
+def checked(choice: str) -> str:
+    """``choice``; `UserError` for what cannot be chosen."""
     if choice not in CHOICES:
         raise UserError(f"on_nonfinite={choice!r}", nearest(str(choice), CHOICES))
-    strategy.coordination.skips_nonfinite = choice != IGNORE
     return choice
+
+
+def have_skipped(choice: str, strategy: Strategy, optimizer: Optimizer) -> None:
+    """Have a strategy leave out updates of an optimizer that are not finite, if that is chosen.
+
+    Args:
+        choice: As `checked` returned it.
+        strategy: Has prepared the optimizer.
+        optimizer: Whose updates.
+    """
+    strategy.engine.team.pairs.of(optimizer).skips_nonfinite = choice != IGNORE
 
 
 @dataclass

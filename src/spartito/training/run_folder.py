@@ -76,6 +76,7 @@ class RunFolder(Callback):
     def on_train_begin(self) -> None:
         """Write the settings; a run that starts from nothing starts its history anew."""
         self._written, self._waiting = set(), ""
+        self._left_out = self.trainer.skips.total  # by fits before this one
         if self.trainer.epoch == 0:
             self._leave_earlier()
             write_file_atomically(self.directory / HISTORY, "")
@@ -158,7 +159,8 @@ class RunFolder(Callback):
     def _end(self) -> str | None:
         """How the training ended; None where it goes on elsewhere, as after a preemption."""
         trainer = self.trainer
-        if trainer.stop_training and trainer.on_nonfinite == STOP and trainer.skips.total:
+        left_out = trainer.skips.total - self._left_out
+        if trainer.stop_training and trainer.on_nonfinite == STOP and left_out:
             return NOT_FINITE
         if trainer.epoch >= trainer.epochs:
             return COMPLETE

@@ -48,7 +48,7 @@ from spartito.training.lightning_module import Position, is_lightning, parts_of
 from spartito.training.loops.choice import make_loop
 from spartito.training.loops.training_loop import TrainingLoop
 from spartito.training.metrics.names import MetricLike, make_metrics
-from spartito.training.nonfinite import Skips, checked
+from spartito.training.nonfinite import Skips, checked, have_skipped
 from spartito.training.output_folders import held_outputs
 from spartito.training.own_callbacks import with_own
 from spartito.training.packed_documents import check_documents
@@ -156,7 +156,7 @@ class Trainer:
         self.metrics, self._compute_metrics = make_metrics(metrics, self.loss), compute_metrics
         self.precision, self.deterministic, self.seed = precision, deterministic, seed
         self.about = about or {}
-        self.on_nonfinite, self.skips = checked(on_nonfinite, self.strategy), Skips()
+        self.on_nonfinite, self.skips = checked(on_nonfinite), Skips()
         self.coordination = self.strategy.coordination
         self.is_chief = self.coordination.cluster.is_chief
         task = str(self.coordination.cluster.task)
@@ -167,7 +167,7 @@ class Trainer:
             check_task(folder, task)
         self._folder = RunFolder(folder) if folder and self.is_chief else None
         self.run_dir = status.begin(run_dir, task)
-        self.coordination.record_to = self.run_dir
+        self.coordination.record_to = self.run_dir  # from here on, for a task that only serves
         recompute(unwrap(model), checkpoint_activations)
         self._custom_step = custom_step(model, train_step, eval_step, self.loss, self.strategy)
         model = model if self._custom_step is None else self._custom_step
@@ -180,6 +180,7 @@ class Trainer:
             deterministic=deterministic,
             seed=seed,
         )
+        have_skipped(self.on_nonfinite, self.strategy, self.optimizer)
         report_norm(self.strategy, self.optimizer, metrics)
         if isinstance(self.loss, nn.Module):  # it may have weights of its own
             move(self.loss, self.strategy.engine.team.device, self.optimizer)
@@ -303,6 +304,7 @@ class Trainer:
         )
         self._fits += 1
         self._given = list(callbacks)
+        self._write_to_folder()
         if apart:
             check_callbacks(callbacks)
             if first_checkpoint(callbacks) is None:
@@ -350,6 +352,7 @@ class Trainer:
             restore(self._given, restored["callbacks"])
         else:
             loop.begin_anew()
+            self.strategy.engine.team.pairs.of(self.optimizer).forget()
         over = over or self.is_at_end
         epochs_left = range(first, first if over else epochs)
         with held_outputs(self):
@@ -363,6 +366,12 @@ class Trainer:
         self.coordination.synchronize()  # the model is the trained one, on every task
         self._tell_lost(*came[3:])
         return self.history
+
+    def _write_to_folder(self) -> None:
+        """What this task does goes into this trainer's run folder, whatever others there were."""
+        self.coordination.record_to = self.run_dir
+        if self.run_dir is not None:
+            status.begin(self.run_dir, str(self.coordination.cluster.task))
 
     def _run(
         self,

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from spartito.data.batch import Batch
 from spartito.engine.host_reads import read
 from spartito.engine.logged import listening
-from spartito.engine.optimizers import NoOptimizer
+from spartito.engine.optimizers import NoOptimizer, unwrap
 from spartito.engine.seed import random_state, set_random_state
+from spartito.engine.step_undo import Undo
 from spartito.errors import UserError
 from spartito.heartbeat import STEP, beat
 from spartito.steps.distributed import Distributed
@@ -64,6 +65,8 @@ def undone(trainer: Trainer) -> Iterator[None]:
     strategy = trainer.strategy
     modes = [(module, module.training) for module in trainer.model.modules()]
     before, random = copied(strategy.engine.state_dict()), random_state()
+    buffers = Undo(unwrap(trainer.model))  # no checkpoint has all of them
+    buffers.begin(looks=True)
     is_alone = trainer.coordination.cluster.world_size == 1
     with trainer._stepping(True):
         trainer.modes.begin(trainer.model, False)
@@ -71,9 +74,11 @@ def undone(trainer: Trainer) -> Iterator[None]:
             yield
         except BaseException:
             if is_alone:
+                buffers.undo()
                 strategy.load(before)
             raise
         else:
+            buffers.undo()
             strategy.load(before)
         finally:
             set_random_state(random)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType, ref
 
 from spartito.checkpoint.in_store import StoredCheckpoints
 from spartito.checkpoint.manager import CheckpointManager, Score
@@ -81,6 +82,9 @@ class ModelCheckpoint(Callback):
         self.every_steps = every_steps
         self.asynchronous = asynchronous
         self.best: float | None = None
+        self._best_of = ""
+        self._trained: ReferenceType[object] | None = None
+        self._went_on = False
         self._seen = 0
 
     @property
@@ -112,6 +116,10 @@ class ModelCheckpoint(Callback):
     def on_train_begin(self) -> None:
         """Find out at once whether the directory can be written."""
         manager, self._seen = self.manager, self.trainer.step
+        before = self._trained and self._trained()
+        if before is not self.trainer and not self._went_on:  # another training
+            self.best = None
+        self._trained, self._went_on = ref(self.trainer), False
         if self.trainer.is_chief:
             manager.prepare()
             if self.trainer.step == 0 and (earlier := manager.mine()):
@@ -145,6 +153,9 @@ class ModelCheckpoint(Callback):
             self.trainer.wait()
         monitor = self._monitor_for(logs)
         value = monitor.read(logs)
+        if self._best_of not in ("", monitor.name):  # a fit without a validation, then one with it
+            self.best = None
+        self._best_of = monitor.name
         before, is_best = self.best, monitor.better(value, self.best)
         if is_best:
             self.best = value
@@ -157,11 +168,12 @@ class ModelCheckpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The best value so far, and the last step that was saved within an epoch."""
-        return {"best": self.best, "seen": self._seen}
+        return {"best": self.best, "of": self._best_of, "seen": self._seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from the best value of the training that is resumed."""
         self.best, self._seen = state["best"], state.get("seen", self._seen)
+        self._best_of, self._went_on = state.get("of", ""), True
 
     def _monitor_for(self, logs: Logs) -> Monitor:
         validated = any(name.startswith(VALIDATION) for name in logs)
