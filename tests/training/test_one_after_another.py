@@ -124,7 +124,7 @@ def test_a_search_leaves_every_buffer_as_it_was() -> None:
     assert loss(lambda one: one.find_learning_rate(data(), steps=5)) == loss(lambda _: None)
 
 
-def test_a_fit_after_an_error_begins_with_an_update_of_its_own() -> None:
+def test_a_fit_of_other_data_after_an_error_begins_with_an_update_of_its_own() -> None:
     """The error came between two batches of an update, of which the first was computed."""
 
     class Fails(sp.Callback):

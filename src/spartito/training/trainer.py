@@ -343,6 +343,7 @@ class Trainer:
         self.callbacks = self._all_callbacks() if self.coordination.decides else []
         if self._loop is None or self._loop.chain is not chain:
             self._loop = make_loop(self, chain, self._loop)
+            self.strategy.engine.team.pairs.of(self.optimizer).forget()  # of other data
         history, over = found or (History(), False)
         self.history, loop = history, self._loop
         for callback in self.callbacks:
@@ -352,7 +353,6 @@ class Trainer:
             restore(self._given, restored["callbacks"])
         else:
             loop.begin_anew()
-            self.strategy.engine.team.pairs.of(self.optimizer).forget()
         over = over or self.is_at_end
         epochs_left = range(first, first if over else epochs)
         with held_outputs(self):

@@ -29,7 +29,10 @@ def test_every_epoch_is_saved_in_the_run_folder(trainer: Any) -> None:
     }  # fmt: skip
     assert CheckpointManager(folder).latest() == folder / "step-00000012"
     state = read_checkpoint(folder / "step-00000008")
-    assert state["trainer"] == {"step": 8, "callbacks": [{"best": 1.0, "seen": 0}]}
+    assert state["trainer"] == {
+        "step": 8,
+        "callbacks": [{"best": 1.0, "of": "val_loss", "seen": 0}],
+    }
     assert state["model"]["weight"].tolist() == [[1.0, 1.0]]
     assert list(state["optimizer"]["state"]) == [0]
 

@@ -373,8 +373,9 @@ class TrainingLoop:
             self._forget()
 
     def begin_anew(self) -> None:
-        """A new fit begins: what `max_steps` or an error has left is no part of its first epoch."""
-        self._forget()
+        """A new fit begins: what `max_steps` has left of an epoch is no part of its first one."""
+        if self._cut:
+            self._forget()
 
     def _forget(self) -> None:
         """Have trained nothing of an epoch."""
