@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from tests.replicas import Replicas
 from tests.strategies import close_jobs as jobs
@@ -22,3 +24,36 @@ def test_a_model_leaves_the_memory_of_central_storage(
     expected = jobs.epochs("Adam", "Adam")
     for found in replicas(jobs.go_on, 2, "central_storage", {}, then, options, "Adam", "Adam"):
         close(found, expected)
+
+
+def test_close_once_more_changes_nothing(replicas: Replicas) -> None:
+    net, optimizer = jobs.made("Adam")
+    jobs.by_torch(net, optimizer)
+    for found in replicas(jobs.closed_again, 2):
+        close(found, jobs.values(net))
+
+
+def test_close_ends_no_step_of_another_strategy(replicas: Replicas) -> None:
+    net, optimizer = jobs.made(inner=nn.BatchNorm1d(8))
+    jobs.by_torch(net, optimizer)
+    for found in replicas(jobs.closed_beside, 2):
+        close(found, jobs.values(net))
+
+
+def test_backward_after_close_sends_nothing(replicas: Replicas) -> None:
+    expected = jobs.another_head(None)
+    for found, overlapped in replicas(jobs.another_head_after_buckets, 2):
+        assert overlapped  # else this shows nothing
+        close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("mirrored", {}), ("sharded", {"zero": 1}), ("central_storage", {})]
+)
+def test_what_waited_does_not_keep_torch_from_clipping(
+    replicas: Replicas, name: str, options: jobs.Options
+) -> None:
+    net, _ = jobs.made()
+    expected = jobs.clip_by_torch(net)
+    for found in replicas(jobs.clip, 2, name, options):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)

@@ -46,14 +46,15 @@ def ask_before_steps(optimizer: Optimizer, asked: Asked) -> None:
     optimizer.__dict__[_INQUIRY].asked = weakref.WeakMethod(asked)
 
 
-def stop_asking(optimizer: Optimizer) -> None:
-    """Make ``optimizer.step()`` its own again.
+def stop_asking(optimizer: Optimizer, asked: Asked) -> None:
+    """Make ``optimizer.step()`` its own again, unless somebody else is asked by now.
 
     Args:
         optimizer: Any.
+        asked: Who is asked no more.
     """
     inquiry = optimizer.__dict__.get(_INQUIRY)
-    if inquiry is not None:
+    if inquiry is not None and inquiry.asked() == asked:
         inquiry.asked = lambda: None
 
 

@@ -62,7 +62,7 @@ from spartito.engine.optimizers import (
 from spartito.engine.precision import choose_precision, convert, make_loss_scale
 from spartito.engine.randomness import globalize
 from spartito.engine.sharding.hidden_parameters import asleep
-from spartito.engine.step_context import StepContext, enter
+from spartito.engine.step_context import StepContext, enter, leave
 from spartito.errors import SpartitoError, UserError
 from spartito.names import nearest
 from spartito.notes import warn
@@ -748,11 +748,13 @@ class Step:
             self._leave()
 
     def _let_go(self) -> None:
-        """End what holds in this process while the strategy is in use."""
-        enter(None)
+        """End what holds in this process while the strategy is in use, and nobody else's."""
+        leave(self.team.replicas)
         self.denormals.close()
+        self.team.forget_clipping()
         for pair in self.team.pairs.all:
-            stop_asking(pair.optimizer)
+            pair.gradients.leave()
+            stop_asking(pair.optimizer, self._step_by_hand)
 
     def _compare_at_end(self) -> None:
         """Compare the replicas after a loop of the user's own, in which nothing else does.
