@@ -26,6 +26,35 @@ def test_a_model_leaves_the_memory_of_central_storage(
         close(found, expected)
 
 
+@pytest.mark.parametrize("then", ["", "one_device", "mirrored"])
+@pytest.mark.parametrize(
+    ("name", "options", "kind"),
+    [
+        ("central_storage", {}, "Adam"),
+        ("central_storage", {}, "Adafactor"),
+        ("sharded", {"zero": 1}, "momentum"),
+        ("sharded", {"zero": 3}, "Adam"),
+        ("mesh", {"mesh": {"data": 2}, "zero": 1}, "Adam"),
+    ],
+)
+def test_a_part_of_an_optimizers_state_is_refused(
+    replicas: Replicas, name: str, options: jobs.Options, kind: str, then: str
+) -> None:
+    for said in replicas(jobs.go_on, 2, name, options, then, {}, kind, ""):
+        assert "whose state was divided among tasks by a strategy that is closed" in said
+        assert "Make a new optimizer. To keep the state, save before close()" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("central_storage", {}), ("sharded", {}), ("sharded", {"zero": 3})]
+)
+def test_an_optimizer_without_state_goes_on(
+    replicas: Replicas, name: str, options: jobs.Options
+) -> None:
+    for found in replicas(jobs.go_on, 2, name, options, "", {}, "SGD", ""):
+        close(found, jobs.epochs("SGD", ""))
+
+
 def test_close_once_more_changes_nothing(replicas: Replicas) -> None:
     net, optimizer = jobs.made("Adam")
     jobs.by_torch(net, optimizer)

@@ -30,6 +30,7 @@ from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader, check_divides
 from spartito.data.placing import Placing
 from spartito.data.source import PerWorker
+from spartito.engine import divided_state
 from spartito.engine.batchnorm import (
     asks_for_synchronization,
     local_batchnorms,
@@ -173,6 +174,7 @@ class Step:
         if team.cluster.world_size > 1 or team.cluster.addresses.get("ps"):
             check_initialized(model)
         check_undivided(model)
+        divided_state.check_state(optimizer)
         if team.own_shard[1] > 1 or team.cluster.addresses.get("ps"):
             check_lookups(model)
         placement.check(model, settings)
@@ -754,7 +756,17 @@ class Step:
         self.team.forget_clipping()
         for pair in self.team.pairs.all:
             pair.gradients.leave()
-            stop_asking(pair.optimizer, self._step_by_hand)
+            instead = divided_state.refuse if self._has_part_of_state(pair) else None
+            stop_asking(pair.optimizer, self._step_by_hand, instead)
+
+    def _has_part_of_state(self, pair: Pair) -> bool:
+        """Whether other tasks have some of the optimizer's state; found out without them."""
+        begun = pair.is_compared or len(pair.optimizer.state) > 0
+        return (
+            begun
+            and self.parts.exchange.fraction < 1
+            and not divided_state.has_none(pair.optimizer)
+        )
 
     def _compare_at_end(self) -> None:
         """Compare the replicas after a loop of the user's own, in which nothing else does.
