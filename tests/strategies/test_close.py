@@ -55,6 +55,17 @@ def test_an_optimizer_without_state_goes_on(
         close(found, jobs.epochs("SGD", ""))
 
 
+@pytest.mark.parametrize(
+    ("then", "communication"),
+    [("mirrored", "sockets"), ("mesh", "sockets"), ("one_device", "sockets"), ("sharded", "fsdp")],
+)
+def test_a_model_in_shards_is_refused(replicas: Replicas, then: str, communication: str) -> None:
+    options = {"zero": 3, "communication": communication}
+    for said in replicas(jobs.go_on, 2, "sharded", options, then, {}, "SGD", "SGD"):
+        assert said.startswith("the values of body.0.weight are in shards of another strategy")
+        assert "Build the model anew, and load what was saved" in said
+
+
 def test_close_once_more_changes_nothing(replicas: Replicas) -> None:
     net, optimizer = jobs.made("Adam")
     jobs.by_torch(net, optimizer)

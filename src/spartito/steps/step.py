@@ -62,7 +62,7 @@ from spartito.engine.optimizers import (
 )
 from spartito.engine.precision import choose_precision, convert, make_loss_scale
 from spartito.engine.randomness import globalize
-from spartito.engine.sharding.hidden_parameters import asleep
+from spartito.engine.sharding.hidden_parameters import asleep, check_shown
 from spartito.engine.step_context import StepContext, enter, leave
 from spartito.errors import SpartitoError, UserError
 from spartito.names import nearest
@@ -174,6 +174,7 @@ class Step:
         if team.cluster.world_size > 1 or team.cluster.addresses.get("ps"):
             check_initialized(model)
         check_undivided(model)
+        check_shown(model, team.pairs.has)
         divided_state.check_state(optimizer)
         if team.own_shard[1] > 1 or team.cluster.addresses.get("ps"):
             check_lookups(model)
