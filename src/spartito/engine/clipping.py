@@ -57,6 +57,15 @@ def watch(prepared: AllPrepared, are_parts: bool, are_summed_later: bool) -> Non
         _watched[prepared] = _Kind(are_parts, are_summed_later)
 
 
+def forget(prepared: AllPrepared) -> None:
+    """Refuse nothing any more: what waits there is part of no update.
+
+    Args:
+        prepared: What `watch` was given.
+    """
+    _watched.pop(prepared, None)
+
+
 @cache
 def _install() -> None:
     """Have torch's functions ask first, whoever has imported them: their bodies are replaced."""

@@ -194,7 +194,7 @@ class Gradients(ABC):
         step()
 
     def leave(self) -> None:  # noqa: B027 - few have something to do
-        """Let go of the parameters: other gradients replace these."""
+        """Let go of the parameters: other gradients replace these, or no more steps come."""
 
     def written(self) -> None:  # noqa: B027 - few have something to do
         """Others have given new values to the parameters, in place and alike on all replicas."""

@@ -46,15 +46,27 @@ def ask_before_steps(optimizer: Optimizer, asked: Asked) -> None:
     optimizer.__dict__[_INQUIRY].asked = weakref.WeakMethod(asked)
 
 
-def stop_asking(optimizer: Optimizer) -> None:
-    """Make ``optimizer.step()`` its own again.
+def stop_asking(optimizer: Optimizer, asked: Asked, instead: Asked | None = None) -> None:
+    """Make ``optimizer.step()`` its own again, unless somebody else is asked by now.
+
+    Args:
+        optimizer: Any.
+        asked: Who is asked no more.
+        instead: Who is from now on, a plain function; None: nobody.
+    """
+    inquiry = optimizer.__dict__.get(_INQUIRY)
+    if inquiry is not None and inquiry.asked() == asked:
+        inquiry.asked = lambda: instead
+
+
+def asked_before(optimizer: Optimizer) -> Asked | None:
+    """Who is asked before its steps.
 
     Args:
         optimizer: Any.
     """
     inquiry = optimizer.__dict__.get(_INQUIRY)
-    if inquiry is not None:
-        inquiry.asked = lambda: None
+    return None if inquiry is None else inquiry.asked()
 
 
 @contextmanager

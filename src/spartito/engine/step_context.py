@@ -43,6 +43,16 @@ def enter(context: StepContext | None) -> None:
     _current = context
 
 
+def leave(collective: Collective) -> None:
+    """End the present context if it is one of these replicas.
+
+    Args:
+        collective: They make no more steps; others may be in the middle of one.
+    """
+    if _current is not None and _current.collective is collective:
+        enter(None)
+
+
 @contextmanager
 def within(context: StepContext | None) -> Iterator[None]:
     """Make ``context`` the present one for a block."""

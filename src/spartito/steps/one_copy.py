@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from zlib import crc32
 
 import torch
@@ -98,6 +100,8 @@ class OneCopy:
         self._owners: dict[Optimizer, Owners] = {}
         self._scales = False
         self._homes: list[tuple[nn.Parameter, int]] = []
+        self._apart: list[Tensor] = []  # the same memory, where a write stays on this replica
+        team.closing.append(partial(move_out, self._homes, self._apart))
         self._values: HostValues | None = None
         self.agreement = AddressAgreement(self._homes)
 
@@ -118,7 +122,7 @@ class OneCopy:
         given = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         parameters = homeless(given, self._homes)
         offsets, size = line_offsets([p.numel() * p.element_size() for p in parameters])
-        segment = group.segment(size)
+        segment = group.segment(size, has_view=True)
         for parameter, offset in zip(parameters, offsets, strict=True):
             view = _view(segment, offset, parameter)
             if self._team.is_chief:
@@ -129,6 +133,7 @@ class OneCopy:
                 continue
             parameter.data = view
             self._homes.append((parameter, view.data_ptr()))
+            self._apart.append(_view(segment, offset, parameter, segment.view))
         give_back_memory()
         group.barrier()
         if self._values is not None:
@@ -327,10 +332,28 @@ def line_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     return offsets, max(end, LINE)
 
 
-def _view(segment: Segment, offset: int, like: Tensor) -> Tensor:
-    """Memory of the segment, shaped and laid out as ``like``."""
+def move_out(homes: list[tuple[nn.Parameter, int]], apart: list[Tensor]) -> None:
+    """Leave the memory of all replicas: from now on each has its parameters to itself.
+
+    It costs no memory before somebody writes: what is read is what all have left there.
+
+    Args:
+        homes: What lies there, and at which address; nothing afterwards. One that has been moved
+            stays where it is.
+        apart: The memory of each where a write stays on this replica.
+    """
+    for (parameter, address), own in zip(homes, apart, strict=True):
+        if parameter.data_ptr() == address:
+            parameter.data = own
+    homes.clear()
+    apart.clear()
+
+
+def _view(segment: Segment, offset: int, like: Tensor, map_: mmap.mmap | None = None) -> Tensor:
+    """Memory of the segment, or of another mapping of it, shaped and laid out as ``like``."""
     dense = torch.empty_like(like, device="meta", memory_format=torch.preserve_format)
-    return segment.tensor(offset, like.numel(), like.dtype).as_strided(dense.shape, dense.stride())
+    flat = segment.tensor(offset, like.numel(), like.dtype, map_)
+    return flat.as_strided(dense.shape, dense.stride())
 
 
 def _slowest_first(tensor: Tensor) -> tuple[int, ...]:

@@ -205,6 +205,10 @@ class Pairs:
         """Keep a pair, in place of an older one with the same optimizer."""
         self.all = [*(other for other in self.all if other.optimizer is not pair.optimizer), pair]
 
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is of a model that was prepared."""
+        return any(id(parameter) in pair.shared for pair in self.all)
+
     @property
     def in_use(self) -> list[Pair]:
         """The pair that is meant, else all."""

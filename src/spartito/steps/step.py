@@ -30,6 +30,7 @@ from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader, check_divides
 from spartito.data.placing import Placing
 from spartito.data.source import PerWorker
+from spartito.engine import divided_state
 from spartito.engine.batchnorm import (
     asks_for_synchronization,
     local_batchnorms,
@@ -61,8 +62,8 @@ from spartito.engine.optimizers import (
 )
 from spartito.engine.precision import choose_precision, convert, make_loss_scale
 from spartito.engine.randomness import globalize
-from spartito.engine.sharding.hidden_parameters import asleep
-from spartito.engine.step_context import StepContext, enter
+from spartito.engine.sharding.hidden_parameters import asleep, check_shown
+from spartito.engine.step_context import StepContext, enter, leave
 from spartito.errors import SpartitoError, UserError
 from spartito.names import nearest
 from spartito.notes import warn
@@ -173,6 +174,8 @@ class Step:
         if team.cluster.world_size > 1 or team.cluster.addresses.get("ps"):
             check_initialized(model)
         check_undivided(model)
+        check_shown(model, team.pairs.has)
+        divided_state.check_state(optimizer)
         if team.own_shard[1] > 1 or team.cluster.addresses.get("ps"):
             check_lookups(model)
         placement.check(model, settings)
@@ -747,11 +750,23 @@ class Step:
             self._leave()
 
     def _let_go(self) -> None:
-        """End what holds in this process while the strategy is in use."""
-        enter(None)
+        """End what holds in this process while the strategy is in use, and nobody else's."""
+        leave(self.team.replicas)
         self.denormals.close()
+        self.team.forget_clipping()
         for pair in self.team.pairs.all:
-            stop_asking(pair.optimizer)
+            pair.gradients.leave()
+            instead = divided_state.refuse if self._has_part_of_state(pair) else None
+            stop_asking(pair.optimizer, self._step_by_hand, instead)
+
+    def _has_part_of_state(self, pair: Pair) -> bool:
+        """Whether other tasks have some of the optimizer's state; found out without them."""
+        begun = pair.is_compared or len(pair.optimizer.state) > 0
+        return (
+            begun
+            and self.parts.exchange.fraction < 1
+            and not divided_state.has_none(pair.optimizer)
+        )
 
     def _compare_at_end(self) -> None:
         """Compare the replicas after a loop of the user's own, in which nothing else does.

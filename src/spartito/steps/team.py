@@ -122,6 +122,10 @@ class Team:
         """
         clipping.watch(self.pairs, divides or self.model.world_size > 1, self.several)
 
+    def forget_clipping(self) -> None:
+        """Refuse no clipping any more: there are no more steps."""
+        clipping.forget(self.pairs)
+
     def regroup(self, cause: TaskLostError | None) -> bool:
         """Leave all groups, and meet those who live, and those who are new; all of them call it.
 

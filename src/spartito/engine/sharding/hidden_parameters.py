@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Protocol, SupportsIndex
 import torch
 from torch import nn
 
+from spartito.engine.optimizers import LOADING
 from spartito.errors import UserError
 
 
@@ -80,6 +81,26 @@ def no_copies() -> UserError:
         "a copy of a model whose parameters are kept in shards (sharded, zero=3)",
         "Copy it before prepare; strategy.state_dict() has its values whole; or take zero=2.",
     )
+
+
+def check_shown(model: nn.Module, own: Callable[[nn.Parameter], bool]) -> None:
+    """Refuse a model whose values another strategy has in shards.
+
+    Args:
+        model: With whatever wraps it.
+        own: Whether a parameter was given to this strategy before.
+
+    Raises:
+        UserError: No task has all values.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, Hidden) and not own(parameter):
+            raise UserError(
+                f"the values of {name} are in shards of another strategy (zero=3): each task has a "
+                "part of them",
+                "Build the model anew, and load what was saved under that strategy before its "
+                f"close(): {LOADING}.",
+            )
 
 
 def cover(parameters: Sequence[nn.Parameter], home: Gathers) -> None:

@@ -1,0 +1,50 @@
+"""What a strategy that divides an optimizer's state leaves of it: on each task a part.
+
+A step of plain torch would go on with that, and begin anew what other tasks have: other numbers on
+each, without a word.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch.optim import SGD, Optimizer
+
+from spartito.engine.optimizer_step import asked_before
+from spartito.engine.optimizers import LOADING
+from spartito.errors import UserError
+
+
+def refuse(optimizer: Optimizer, given: Any) -> NoReturn:
+    """What is asked before the steps of such an optimizer; see `optimizer_step.Asked`.
+
+    Raises:
+        UserError: Always.
+    """
+    raise UserError(
+        f"an {type(optimizer).__name__} whose state was divided among tasks by a strategy that is "
+        "closed: this task has a part of it",
+        f"Make a new optimizer. To keep the state, save before close(), and load that: {LOADING}.",
+    )
+
+
+def check_state(optimizer: object) -> None:
+    """Refuse an optimizer of whose state a closed strategy has left this task a part.
+
+    Args:
+        optimizer: An optimizer, or what makes one.
+
+    Raises:
+        UserError: It is such a one.
+    """
+    if isinstance(optimizer, Optimizer) and asked_before(optimizer) is refuse:
+        refuse(optimizer, ())
+
+
+def has_none(optimizer: Optimizer) -> bool:
+    """Whether it never has any state, so that no task lacks a part of that.
+
+    Args:
+        optimizer: Any.
+    """
+    return type(optimizer) is SGD and not any(g["momentum"] for g in optimizer.param_groups)
