@@ -113,12 +113,14 @@ LOADING = "trainer.load(path), or in a loop of your own strategy.load(path) afte
 """How a checkpoint comes into a model that a strategy has."""
 
 DIVIDED = "_spartito_divided"
-"""An attribute of modules whose parameters an earlier pipeline has given to several tasks."""
+"""An attribute of modules whose parameters a pipeline has given to several tasks: the id of the
+optimizer for which it has."""
 
 
-def check_undivided(model: nn.Module) -> None:
-    """Refuse a model of which an earlier training has left this task some stages."""
-    if any(DIVIDED in vars(module) for module in model.modules()):
+def check_undivided(model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    """Refuse a model of which another training, not that of ``optimizer``, has left some stages."""
+    own = id(optimizer)
+    if any(vars(module).get(DIVIDED, own) != own for module in model.modules()):
         raise UserError(
             f"a {type(unwrap(model)).__name__} that an earlier Trainer has divided in a pipeline: "
             "each task has some of its stages",
@@ -180,7 +182,9 @@ def check_members(optimizer: Optimizer, model: nn.Module) -> None:
         raise UserError(
             f"{len(strange)} of the optimizer's parameters are not the model's, "
             f"the first of shape {tuple(strange[0].shape)}",
-            "Build the optimizer from this model's parameters(), after its last .to() or .double()",
+            "Build the optimizer from this model's parameters(), after its last .to() or "
+            ".double(). Where a layer was replaced, put the new one's into "
+            "optimizer.param_groups, and take the old one's out.",
         )
 
 
@@ -301,7 +305,12 @@ def fill_momentum(optimizer: Optimizer, *_: object, all_fresh: bool = False) -> 
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state under the user's parameter names: ``{"state", "groups", "class"}``."""
+    """The optimizer's state under the user's parameter names: ``{"state", "groups", "class"}``.
+
+    Raises:
+        UserError: The optimizer has parameters that the model has no more.
+    """
+    check_members(optimizer, model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = {
         names[id(parameter)]: dict(values)
