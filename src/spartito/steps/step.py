@@ -38,6 +38,7 @@ from spartito.engine.batchnorm import (
 from spartito.engine.checksum import DriftedError
 from spartito.engine.denormals import Denormals, flushed
 from spartito.engine.devices import divide_cores, move
+from spartito.engine.gradients import reduced
 from spartito.engine.host_reads import Number, read
 from spartito.engine.loss import LossFunction, weigh
 from spartito.engine.memory_check import check_memory
@@ -365,7 +366,7 @@ class Step:
         pair.gradients.whole = scaled or divided
         with team.replicas.current_call.during("update"):
             brought = (float(stop), *drawn, *recovery.brings())
-            weight, loss, (stops, *rest) = pair.gradients.reduce(brought)
+            weight, loss, (stops, *rest) = reduced(pair.gradients, brought)
             if divided:  # of one model: they end together too
                 stops = self._end_together(pair, stops, loss)
         pair.gradients.summed = True
