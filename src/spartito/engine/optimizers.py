@@ -267,7 +267,7 @@ def skipping(optimizer: Optimizer, weight: float | Tensor) -> AbstractContextMan
     torch's fused optimizers look at it on the device. For others the host has to: the block gets
     whether the step is due.
     """
-    if not isinstance(weight, Tensor) or not all(g.get("fused") for g in optimizer.param_groups):
+    if not isinstance(weight, Tensor) or not is_fused(optimizer):
         return nullcontext(float(weight) != 0)
     return _skipping_on_device(optimizer, weight)
 
@@ -282,6 +282,18 @@ def _skipping_on_device(optimizer: Optimizer, weight: Tensor) -> Iterator[bool]:
         del optimizer.found_inf  # type: ignore[attr-defined]
 
 
+def is_fused(optimizer: Optimizer) -> bool:
+    """Whether torch updates all of its parameters in one pass, and looks on the device if it may.
+
+    What `fuse` has chosen ends where SGD has got dampening since: the momentum of a parameter that
+    learns later begins with its gradient then, and a fused step wants it of all, or of none.
+    """
+    for group in optimizer.param_groups:
+        if group.get("dampening") and group.get("fused") and hasattr(optimizer, _FILLS):
+            group["fused"] = False  # `foreach` stays off: it writes into gradients
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
 _FILLS = "_spartito_fills_momentum"
 
 
@@ -292,6 +304,7 @@ def fill_momentum(optimizer: Optimizer, *_: object, all_fresh: bool = False) -> 
     torch's fused SGD wants it of all parameters or of none. Without dampening zeros are what a
     first step begins with. ``all_fresh``: where the first step may be left out, too.
     """
+    is_fused(optimizer)
     for group in optimizer.param_groups:
         if not (group.get("fused") and group.get("momentum")):
             continue
