@@ -247,10 +247,10 @@ class Step:
         team = self.team
         shard, order = team.data_shard, self._seed if seed is None else seed
         chain: Dataset = as_dataset(dataset)
-        chain = self._divisible(chain, shard[1]) if training else chain
         for each in team.pairs.in_use if training else ():
             check_undivided(unwrap(each.model), each.optimizer)
             check_members(each.optimizer, unwrap(each.model))
+        chain = self._divisible(chain, shard[1]) if training else chain
         if training:
             check_divides(chain, shard[1])
             chain = team.outer.divided(chain, team.pairs.in_use)
