@@ -254,6 +254,18 @@ def test_a_file_that_changed_is_looked_at_again(format: str, tmp_path: Path) -> 
     assert set(range(500, 505)) < set(ids(iter(Loader(data.batch(7)))))
 
 
+def test_a_file_that_changes_in_use_is_refused_in_the_next_pass(
+    format: str, tmp_path: Path
+) -> None:
+    suffix, write, _ = WRITERS[format]
+    loader = Loader(sp.data.packed(tmp_path / "data", names(format, "y")).batch(7))
+    assert len(ids(iter(loader))) == COUNT
+    assert len(ids(iter(loader))) == COUNT
+    write(tmp_path / "data" / f"part-001{suffix}", range(500, 501))
+    with pytest.raises(UserError, match=rf"part-001{suffix} was written after it was opened"):
+        next(iter(loader))
+
+
 def test_a_value_that_is_missing_is_a_corrupt_example(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -216,6 +216,16 @@ def test_a_source_goes_to_another_process(tmp_path: Path) -> None:
     assert found[0].tolist() == expected[0].tolist()
 
 
+def test_texts_that_change_in_use_are_refused_in_the_next_pass(tmp_path: Path) -> None:
+    write_texts(tmp_path / "data", corpus())
+    data = sp.data.tokens(tmp_path / "data", LENGTH, separator="\n\n", **LETTERS)
+    before = len([*data])
+    assert len([*data]) == before
+    next((tmp_path / "data").iterdir()).write_text("more")
+    with pytest.raises(UserError, match="was written after it was opened"):
+        next(iter(data))
+
+
 def test_texts_become_tokens_once(tmp_path: Path) -> None:
     calls = list[str]()
 

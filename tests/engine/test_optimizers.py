@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spartito.engine.optimizers import (
     check_optimizer,
@@ -153,6 +153,24 @@ def test_momentum_of_16_bits_is_not_fused_on_cpus(chosen: bool | None) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=chosen)
     fuse(optimizer, model)
     assert optimizer.param_groups[0]["fused"] is False
+
+
+def test_dampening_of_parameters_that_learn_later_is_torchs() -> None:
+    def trained(fuses: bool) -> list[Tensor]:
+        model = net()
+        first, *_ = model.parameters()
+        first.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        if fuses:
+            fuse(optimizer, model)
+        train(model, optimizer, 2)
+        first.requires_grad_(True)
+        optimizer.param_groups[0]["dampening"] = 0.3
+        train(model, optimizer, 2)
+        return [*model.parameters()]
+
+    for found, expected in zip(trained(True), trained(False), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 def test_the_users_own_module() -> None:

@@ -22,7 +22,7 @@ from spartito.engine.step_context import StepContext, enter
 from spartito.errors import SpartitoError, UserError
 from spartito.models.cats_vs_dogs import CatsVsDogs
 from spartito.models.gpt import GPT
-from spartito.steps.stages import Lines
+from spartito.steps.stages import Lines, Pipelines
 from tests.mesh.tables import Squared
 
 Made = tuple[nn.Module, Tensor, Tensor, Callable[[Any, Any], Any]]
@@ -520,3 +520,73 @@ def moved() -> tuple[int, int]:
             assert strategy.coordination.traffic.sent >= told[-1]
             assert strategy.coordination.traffic.waited > 0
         return told[0], told[1]
+
+
+class Changing(nn.Module):
+    """What it does is said by attributes and modules that a user may change between two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.act, self.drop = nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.0)
+        self.middle, self.b = nn.Dropout(0.5), nn.Linear(16, 3)
+        self.width = 16
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What goes from one stage to the next has so many columns."""
+        hidden = self.middle(self.drop(self.act(self.a(x)))[:, : self.width])
+        return F.linear(hidden, self.b.weight[:, : self.width], self.b.bias)
+
+
+def _drop(net: Any) -> None:
+    net.drop.p = 0.5  # what the second stage draws comes after it
+
+
+def _narrow(net: Any) -> None:
+    net.width = 4
+
+
+def _bend(net: Any) -> None:
+    net.act = nn.GELU()
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {"dropout": _drop, "width": _narrow, "layer": _bend}
+
+
+def changed(name: str, options: dict[str, Any], change: str) -> tuple[list[float], int]:
+    """Losses of three steps before a change and three after, and how many models were recorded."""
+    _, x, y, loss = mlp()
+    net = Changing().double()
+    strategy = sp.strategy(name, **options)
+    strategy.prepare(net, _optimizer("SGD", "mlp"), deterministic=True)
+    losses = []
+    for step in range(6):
+        if step == 3:
+            CHANGES[change](net)
+        for batch in strategy.distribute(sp.data.arrays(x, y).batch(len(x))):
+            result = strategy.step(batch, loss)
+            losses.append(float(result.loss) / float(result.weight))
+    computation = strategy.engine.computation
+    made = [*computation.passes.values()] if isinstance(computation, Pipelines) else []
+    recorded = sum(len(cuts) for each in made for cuts in each.piped._cuts.values())
+    strategy.close()
+    return losses, recorded
+
+
+def two_optimizers(part: bool) -> list[str]:
+    """What a second trainer on a model says that the first has divided, at once and again."""
+    net, x, y, loss = mlp()
+    strategy = sp.strategy("pipeline")
+    second = [*net[7].parameters()] if part else [*net.parameters()]  # type: ignore[index]
+    made: list[Any] = [torch.optim.Adam(net.parameters()), torch.optim.SGD(second, 0.1)]
+    trainers = [sp.Trainer(net, optimizer=o, loss=loss, strategy=strategy) for o in made]
+    trainers[0].fit((x, y), batch_size=len(x), verbose=0)
+    said = []
+    for _ in range(2):
+        try:
+            trainers[1].fit((x, y), batch_size=len(x), verbose=0)
+        except UserError as error:
+            said.append(str(error))
+    trainers[0].fit((x, y), batch_size=len(x), verbose=0)  # goes on
+    strategy.close()
+    return said

@@ -12,6 +12,7 @@ from torch import nn
 
 from spartito.errors import UserError
 from spartito.pipeline.cut import Cut
+from spartito.pipeline.model import MOST_CUTS, PipedModel
 from spartito.pipeline.program import record
 from spartito.pipeline.split import balanced, parts_of, slowdowns
 from spartito.pipeline.stage import run
@@ -160,6 +161,32 @@ def test_what_cannot_be_split_is_refused_on_all_tasks(
 ) -> None:
     for error in replicas(jobs.refused, tasks, model, options):
         assert re.search(text, error), error
+
+
+@pytest.mark.parametrize("change", jobs.CHANGES)
+def test_what_a_model_is_like_may_change_between_two_steps(replicas: Replicas, change: str) -> None:
+    expected, _ = jobs.changed("one_device", {}, change)
+    options = {"microbatches": 1, "split": ["middle"]}
+    for losses, recorded in replicas(jobs.changed, 2, "pipeline", options, change):
+        assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= EXACT
+        assert recorded == 2  # before and after
+
+
+def test_numbers_that_go_on_changing_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    piped = PipedModel(net, 1, {0}, torch.device("cpu"))
+    assert piped.settings() == piped.settings()
+    for number in range(3 * MOST_CUTS):
+        net[1].p = 1 / (number + 1)
+        assert piped.settings() == piped.settings()
+    assert caplog.text.count("held other numbers 64 times") == 1
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_a_second_optimizer_of_a_divided_model_is_refused(replicas: Replicas, part: bool) -> None:
+    for first, second in replicas(jobs.two_optimizers, 2, part):
+        assert first == second
+        assert first.startswith("a Sequential that an earlier Trainer has divided in a pipeline")
 
 
 def test_a_model_of_which_each_task_has_a_part_is_not_called_by_itself(replicas: Replicas) -> None:

@@ -78,12 +78,19 @@ def take_out(net: Network, optimizer: Optimizer, rank: int) -> None:
     optimizer.param_groups[0]["params"] = list(net.head.parameters())
 
 
+def dampen(net: Network, optimizer: Optimizer, rank: int) -> None:
+    """The momentum of what learns from now on begins with its gradient."""
+    unfreeze(net, optimizer, rank)
+    optimizer.param_groups[0]["dampening"] = 0.3
+
+
 CHANGES: dict[str, tuple[Callable[[Network], Optimizer], Change]] = {
     "begin with none": (start_with_none, add_all),
     "add a group": (start_head_alone, add_group),
     "unfreeze": (start_frozen, unfreeze),
     "replace": (start_all, replace_head),
     "take out": (start_all, take_out),
+    "dampen": (start_frozen, dampen),
 }
 
 
@@ -249,3 +256,77 @@ def twice(name: str, options: dict[str, Any]) -> dict[str, Any]:
     found = whole(strategy)
     strategy.close()
     return found
+
+
+class Lookup(nn.Module):
+    """Once it looks into its table, the gradient of that is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.table, self.head = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1)
+        self.looks = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.table(x) if self.looks else self.table.weight[x])
+        return out
+
+
+def sparse_later(name: str, options: dict[str, Any]) -> str:
+    """How a training ends whose gradients become sparse after some updates."""
+    strategy, net = make_strategy(name, **options), Lookup()
+    trainer = sp.Trainer(
+        net,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
+        loss=nn.MSELoss(),
+        strategy=strategy,
+    )
+    data = torch.arange(16) % 5, torch.ones(16, 1)
+    trainer.fit(data, batch_size=4, verbose=0)
+    net.looks = True
+    try:
+        trainer.fit(data, batch_size=4, verbose=0)
+    except SpartitoError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        strategy.close()
+    return "accepted"
+
+
+def with_a_whole_weight() -> str:
+    """What a trainer on a mesh says of a whole weight in place of a shard."""
+    strategy = make_strategy("mesh", model=2)
+    net = nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, CLASSES)).double()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    trainer = sp.Trainer(net, optimizer=optimizer, loss=nn.CrossEntropyLoss(), strategy=strategy)
+    trainer.fit(blobs(EXAMPLES), batch_size=BATCH, verbose=0)
+    net[2].weight = nn.Parameter(torch.ones(CLASSES, 4).double())
+    optimizer.param_groups[0]["params"] = list(net.parameters())
+    try:
+        trainer.fit(blobs(EXAMPLES), batch_size=BATCH, verbose=0)
+    except SpartitoError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        strategy.close()
+    return "accepted"
+
+
+def with_another_layer(name: str, options: dict[str, Any]) -> list[str]:
+    """What a trainer says whose optimizer has parameters of a layer that the model has no more."""
+    strategy, net = make_strategy(name, **options), Network()
+    optimizer = start_all(net)
+    trainer = sp.Trainer(net, optimizer=optimizer, loss=nn.CrossEntropyLoss(), strategy=strategy)
+    trainer.fit(blobs(EXAMPLES), batch_size=BATCH, verbose=0)
+    net.body = nn.Sequential(nn.Identity())
+    net.head = nn.Linear(FEATURES, CLASSES).double()
+    said = []
+    for call in (
+        lambda: trainer.fit(blobs(EXAMPLES), batch_size=BATCH, verbose=0),
+        strategy.state_dict,
+    ):
+        try:
+            call()
+        except SpartitoError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    strategy.close()
+    return said

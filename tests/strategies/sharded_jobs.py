@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -112,6 +113,43 @@ def elsewhere(name: str, options: dict[str, Any]) -> list[float]:
                 aside.submit(strategy.backward, loss, batch).result()
                 strategy.update(optimizer)
                 losses.append(strategy.reduce("mean", loss).item())
+    return losses
+
+
+class Boxed(nn.Module):
+    """A block that puts its output into an object of the user's, once it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.boxes = nn.Linear(6, 6), nn.Linear(6, 6), False
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.b(self.a(x).tanh())
+        return SimpleNamespace(out=out) if self.boxes else out
+
+
+class Boxing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.block, self.head = nn.Linear(6, 6), Boxed(), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.block(self.first(x).tanh())
+        out: Tensor = self.head(found.out if self.block.boxes else found)
+        return out
+
+
+def boxed(name: str, options: dict[str, Any], begins: int) -> list[float]:
+    """Losses of five steps, from one of which on a block's output is out of sight."""
+    net, (x, y), losses = Boxing().double(), blobs(12), []
+    with make_strategy(name, **options) as strategy:
+        strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+        for step in range(5):
+            net.block.boxes = step >= begins
+            for batch in strategy.distribute(sp.data.arrays(x, y).batch(12)):
+                result = strategy.step(batch, nn.CrossEntropyLoss())
+                losses.append(float(result.loss / result.weight))
     return losses
 
 

@@ -96,3 +96,34 @@ def test_accumulation_over_shares_that_are_empty(
 @every_loop
 def test_several_backward_passes_add_up_as_in_torch(replicas: Replicas, case: Case) -> None:
     agree(case, run(replicas, case, jobs.twice), jobs.twice_by_torch())
+
+
+@pytest.mark.parametrize("name", ["mirrored", "sharded", "central_storage"])
+def test_what_the_model_has_no_more_is_refused(replicas: Replicas, name: str) -> None:
+    expected = "UserError: 4 of the optimizer's parameters are not the model's"
+    for said in replicas(jobs.with_another_layer, 2, name, {}):
+        assert [each.partition(",")[0] for each in said] == [expected] * 2
+
+
+def test_a_whole_weight_in_place_of_a_shard_is_refused(replicas: Replicas) -> None:
+    for said in replicas(jobs.with_a_whole_weight, 2):
+        assert said.startswith("UserError: 2.weight is a new parameter, of shape (3, 4), in place")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mirrored", {}),
+        ("mirrored", {"communication": "ddp"}),
+        ("multi_worker_mirrored", {"communication": "sockets", "bucket_bytes": 8}),
+        ("central_storage", {}),
+    ],
+    ids=str,
+)
+def test_sparse_gradients_that_come_late_are_refused(
+    replicas: Replicas, name: str, options: dict[str, Any]
+) -> None:
+    said = replicas(jobs.sparse_later, 2, name, options)
+    # Who finds it first leaves, and another may wait for it by then.
+    assert any(each.startswith("UserError: a sparse gradient of shape (5, 3)") for each in said)
+    assert all(each.startswith(("UserError: a sparse", "TaskLostError")) for each in said)

@@ -88,6 +88,13 @@ def test_fsdp2_follows_what_modules_do(replicas: Replicas) -> None:
             assert max(abs(a - b) for a, b in zip(losses, plain, strict=True)) <= 1e-12, case
 
 
+@pytest.mark.parametrize("begins", [0, 1, 3])
+def test_fsdp2_follows_outputs_that_it_cannot_look_into(replicas: Replicas, begins: int) -> None:
+    plain = jobs.boxed("one_device", {}, begins)
+    for losses in replicas(jobs.boxed, 2, "sharded", {"block_bytes": 400, **FSDP}, begins):
+        assert max(abs(a - b) for a, b in zip(losses, plain, strict=True)) <= 1e-12
+
+
 def test_a_task_that_is_lost_in_calls_of_fsdp2_is_named(replicas: Replicas) -> None:
     options = {"block_bytes": 100, "timeout": 10, **FSDP}
     first, _, last = replicas.outcomes(jobs.lost, 3, "sharded", options)

@@ -7,7 +7,7 @@ The first update is made without it, and shows whether all parameters get a grad
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 from weakref import WeakMethod, ref
@@ -264,5 +264,14 @@ class OverlappedGradients(PackedGradients):
         finds = found if self._finds_unused is None else self._finds_unused
         if not learn or (finds and self.shares):  # DDP would count what others' passes have used
             return
+        if _may_be_sparse(self._model, learn):  # it would wait for them: `reduce` refuses them
+            return
         self._packs, self._wrapped = [], learn
         self._model.wrap(learn, finds)
+
+
+def _may_be_sparse(model: nn.Module, learn: Sequence[nn.Parameter]) -> bool:
+    """Whether modules that may have sparse gradients learn."""
+    learns = set(map(id, learn))
+    found = (module for module in model.modules() if getattr(module, "sparse", False) is True)
+    return any(id(p) in learns for module in found for p in module.parameters(recurse=False))

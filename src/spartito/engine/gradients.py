@@ -503,6 +503,18 @@ def views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return views
 
 
+def reduced(gradients: Gradients, piggybacked: Piggybacked) -> tuple[Number, Number, Piggybacked]:
+    """What ``gradients.reduce`` returns; a sparse gradient is refused in words.
+
+    Each step would pay for a look at all of them: the operations on dense ones refuse it.
+    """
+    try:
+        return gradients.reduce(piggybacked)
+    except RuntimeError:
+        refuse_sparse(gradients.parameters)
+        raise
+
+
 def refuse_sparse(parameters: Sequence[nn.Parameter]) -> None:
     """Raise `UserError` for a gradient that is no dense tensor."""
     for parameter in parameters:

@@ -113,12 +113,14 @@ LOADING = "trainer.load(path), or in a loop of your own strategy.load(path) afte
 """How a checkpoint comes into a model that a strategy has."""
 
 DIVIDED = "_spartito_divided"
-"""An attribute of modules whose parameters an earlier pipeline has given to several tasks."""
+"""An attribute of modules whose parameters a pipeline has given to several tasks: the id of the
+optimizer for which it has."""
 
 
-def check_undivided(model: nn.Module) -> None:
-    """Refuse a model of which an earlier training has left this task some stages."""
-    if any(DIVIDED in vars(module) for module in model.modules()):
+def check_undivided(model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    """Refuse a model of which another training, not that of ``optimizer``, has left some stages."""
+    own = id(optimizer)
+    if any(vars(module).get(DIVIDED, own) != own for module in model.modules()):
         raise UserError(
             f"a {type(unwrap(model)).__name__} that an earlier Trainer has divided in a pipeline: "
             "each task has some of its stages",
@@ -180,7 +182,9 @@ def check_members(optimizer: Optimizer, model: nn.Module) -> None:
         raise UserError(
             f"{len(strange)} of the optimizer's parameters are not the model's, "
             f"the first of shape {tuple(strange[0].shape)}",
-            "Build the optimizer from this model's parameters(), after its last .to() or .double()",
+            "Build the optimizer from this model's parameters(), after its last .to() or "
+            ".double(). Where a layer was replaced, put the new one's into "
+            "optimizer.param_groups, and take the old one's out.",
         )
 
 
@@ -263,7 +267,7 @@ def skipping(optimizer: Optimizer, weight: float | Tensor) -> AbstractContextMan
     torch's fused optimizers look at it on the device. For others the host has to: the block gets
     whether the step is due.
     """
-    if not isinstance(weight, Tensor) or not all(g.get("fused") for g in optimizer.param_groups):
+    if not isinstance(weight, Tensor) or not is_fused(optimizer):
         return nullcontext(float(weight) != 0)
     return _skipping_on_device(optimizer, weight)
 
@@ -278,6 +282,18 @@ def _skipping_on_device(optimizer: Optimizer, weight: Tensor) -> Iterator[bool]:
         del optimizer.found_inf  # type: ignore[attr-defined]
 
 
+def is_fused(optimizer: Optimizer) -> bool:
+    """Whether torch updates all of its parameters in one pass, and looks on the device if it may.
+
+    What `fuse` has chosen ends where SGD has got dampening since: the momentum of a parameter that
+    learns later begins with its gradient then, and a fused step wants it of all, or of none.
+    """
+    for group in optimizer.param_groups:
+        if group.get("dampening") and group.get("fused") and hasattr(optimizer, _FILLS):
+            group["fused"] = False  # `foreach` stays off: it writes into gradients
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
 _FILLS = "_spartito_fills_momentum"
 
 
@@ -288,6 +304,7 @@ def fill_momentum(optimizer: Optimizer, *_: object, all_fresh: bool = False) -> 
     torch's fused SGD wants it of all parameters or of none. Without dampening zeros are what a
     first step begins with. ``all_fresh``: where the first step may be left out, too.
     """
+    is_fused(optimizer)
     for group in optimizer.param_groups:
         if not (group.get("fused") and group.get("momentum")):
             continue
@@ -301,7 +318,12 @@ def fill_momentum(optimizer: Optimizer, *_: object, all_fresh: bool = False) -> 
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state under the user's parameter names: ``{"state", "groups", "class"}``."""
+    """The optimizer's state under the user's parameter names: ``{"state", "groups", "class"}``.
+
+    Raises:
+        UserError: The optimizer has parameters that the model has no more.
+    """
+    check_members(optimizer, model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = {
         names[id(parameter)]: dict(values)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from spartito.collectives.collective import Collective
 from spartito.engine import fused_update
 from spartito.engine.optimizer_step import stepping
-from spartito.engine.optimizers import fill_momentum
+from spartito.engine.optimizers import fill_momentum, is_fused
 from spartito.errors import UserError
 from spartito.names import PRECISIONS, nearest
 from spartito.notes import warn
@@ -112,7 +112,7 @@ class DynamicLossScale(LossScale):
 
     def step(self, optimizer: Optimizer) -> None:
         if self._is_unscaled:
-            if all(group.get("fused") for group in optimizer.param_groups):
+            if is_fused(optimizer):
                 fill_momentum(optimizer, all_fresh=True)
                 optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
             with stepping(optimizer):

@@ -28,7 +28,7 @@ from spartito.collectives.lane import Lane
 from spartito.collectives.standing_sum import Work
 from spartito.engine.checksum import checksum
 from spartito.engine.compression import Compression
-from spartito.engine.gradients import PackedGradients, different_batches, views
+from spartito.engine.gradients import PackedGradients, different_batches, refuse_sparse, views
 from spartito.engine.host_reads import Number
 from spartito.engine.overlap_trial import OverlapTrial
 
@@ -247,7 +247,11 @@ class StreamedGradients(PackedGradients):
     def _filled(self) -> Work:
         """The next bucket, ready to go."""
         self._next += 1
-        return self._buckets[self._next - 1].fill(checked=self.backward_calls > 0)
+        try:
+            return self._buckets[self._next - 1].fill(checked=self.backward_calls > 0)
+        except RuntimeError:
+            refuse_sparse(self.parameters)
+            raise
 
     def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:
         packed = self._learning()

@@ -263,6 +263,28 @@ def check_same(model: nn.Module, axes: Mapping[str, int], here: Mapping[str, int
                     )
 
 
+def check_kept(model: nn.Module) -> None:
+    """Refuse a whole parameter in place of one that is cut, which its module would show as a shard.
+
+    Args:
+        model: One that `cut` has cut, or any other.
+
+    Raises:
+        UserError: It names the parameter.
+    """
+    for path, module in model.named_modules():
+        known: Here | None = module.__dict__.get(HERE)
+        for name in known.specs if known else ():
+            tensor = module._parameters.get(name)
+            if tensor is not None and not hasattr(tensor, WHOLE_SHAPE):
+                raise UserError(
+                    f"{path}.{name} is a new parameter, of shape {tuple(tensor.shape)}, in place "
+                    "of one of which each task on the mesh has a shard",
+                    "Replace the whole layer, which is not cut then, or change it before the "
+                    "Trainer is made.",
+                )
+
+
 def show(model: nn.Module, specs: Mapping[int, Spec], axes: Axes) -> None:
     """Change the classes of modules so that they show their tensors as what they are parts of.
 

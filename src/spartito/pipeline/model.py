@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from typing import Any
@@ -17,8 +16,10 @@ from spartito.engine.logged import listening
 from spartito.engine.optimizers import DIVIDED
 from spartito.errors import UserError
 from spartito.mesh.showing_modules import is_inside, saving
+from spartito.notes import warn
 from spartito.pipeline.branches import goes
 from spartito.pipeline.cut import Cut
+from spartito.pipeline.kept_state import settings_of
 from spartito.pipeline.program import record
 from spartito.pipeline.split import Start, balanced, named
 
@@ -47,6 +48,8 @@ class PipedModel:
         self.names: list[list[str]] = []
         """Those of the optimizer's parameters, group by group, as the user gave them."""
         self._cuts: dict[Any, list[Cut]] = {}
+        self._settings: dict[tuple[Any, ...], int] = {}
+        self._is_told = False
         self._buffers: set[str] = set()
         self._here: dict[str, nn.Parameter] = {}
         self._given: list[list[nn.Parameter]] = []  # what the optimizer has here, by group
@@ -110,7 +113,7 @@ class PipedModel:
             if isinstance(module, nn.RNNBase):  # it has a list of them too
                 module._init_flat_weights()
         for module in self.model.modules() if len(self.own) < self.stages else ():
-            vars(module)[DIVIDED] = True
+            vars(module)[DIVIDED] = id(optimizer)
         if len(self.own) < self.stages:
             self.model.register_forward_pre_hook(_refuse_alone)
         self._buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
@@ -121,6 +124,7 @@ class PipedModel:
     def forget_cuts(self) -> None:
         """Record operations anew: what stages know of each other's tensors is forgotten too."""
         self._cuts.clear()
+        self._settings.clear()
 
     def check_unchanged(self, optimizer: Optimizer) -> None:
         """Refuse other parameters than those that were divided; one may freeze and unfreeze them.
@@ -207,10 +211,23 @@ class PipedModel:
         self._cuts.setdefault(key, []).append(cut)
         return cut
 
-    def flags(self) -> int:
-        """A checksum of what a user may switch between two steps: modes, and who learns."""
-        modes = bytes(module.training for module in self.model.modules())
-        return zlib.crc32(modes + bytes(p.requires_grad for p in self.model.parameters()))
+    def settings(self) -> int:
+        """A number of what the model is like, the same where it is like that again."""
+        found = settings_of(self.model)
+        number = self._settings.get(found)
+        if number is not None:
+            return number
+        if len(self._settings) >= MOST_CUTS:
+            self.forget_cuts()
+            if not self._is_told:
+                self._is_told = True
+                warn(
+                    "the modules of the model have held other numbers %d times: each time its "
+                    "operations are recorded anew, which takes as long as some steps. One that "
+                    "changes often costs nothing as a buffer: register_buffer, buffer.fill_(value)",
+                    MOST_CUTS,
+                )
+        return self._settings.setdefault(found, len(self._settings))
 
     def _recorded(self, call: Callable[[], Any]) -> Cut:
         program = record(self.model, call, self.device)

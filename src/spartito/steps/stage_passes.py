@@ -239,12 +239,12 @@ class StagePasses:
         return found
 
     def _microbatches(self, parts: Sequence[Batch], has_loss: bool) -> list[Microbatch]:
-        flags, randomness, context = self.piped.flags(), self.pair.randomness, current()
+        settings, randomness, context = self.piped.settings(), self.pair.randomness, current()
         made = []
         for part in parts:
             call = self.call(part, has_loss)
             with within(None):  # nothing in it draws for a batch
-                cut = self.piped.cut(call, part.data, flags, has_loss)
+                cut = self.piped.cut(call, part.data, settings, has_loss)
             keys = None
             if context is not None and randomness is not None:
                 keys = Keys(partial(_context_of, part, context), randomness.skip)

@@ -25,7 +25,7 @@ from spartito.engine.gradients import LocalGradients, Weighed
 from spartito.engine.host_reads import Number
 from spartito.engine.loss import LossFunction
 from spartito.engine.meta_models import is_unmade, make_buffers, make_parameters
-from spartito.engine.optimizers import unwrap
+from spartito.engine.optimizers import check_undivided, unwrap
 from spartito.errors import UserError
 from spartito.mesh.axes import DATA, PIPELINE, Mesh
 from spartito.mesh.layout import Layout
@@ -485,6 +485,7 @@ class Pipelines:
         if passes.piped.starts is not None:
             pair.gradients.gather()
             return passes
+        check_undivided(pair.model)  # another optimizer's first batch has, after it was prepared
         with team.coordination.during("prepare"):
             text = b""
             if team.is_chief or 0 in team.groups[LAYERS].ranks:

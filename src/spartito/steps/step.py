@@ -39,6 +39,7 @@ from spartito.engine.batchnorm import (
 from spartito.engine.checksum import DriftedError
 from spartito.engine.denormals import Denormals, flushed
 from spartito.engine.devices import divide_cores, move
+from spartito.engine.gradients import reduced
 from spartito.engine.host_reads import Number, read
 from spartito.engine.loss import LossFunction, weigh
 from spartito.engine.memory_check import check_memory
@@ -249,6 +250,9 @@ class Step:
         team = self.team
         shard, order = team.data_shard, self._seed if seed is None else seed
         chain: Dataset = as_dataset(dataset)
+        for each in team.pairs.in_use if training else ():
+            check_undivided(unwrap(each.model), each.optimizer)
+            check_members(each.optimizer, unwrap(each.model))
         chain = self._divisible(chain, shard[1]) if training else chain
         if training:
             check_divides(chain, shard[1])
@@ -365,7 +369,7 @@ class Step:
         pair.gradients.whole = scaled or divided
         with team.replicas.current_call.during("update"):
             brought = (float(stop), *drawn, *recovery.brings())
-            weight, loss, (stops, *rest) = pair.gradients.reduce(brought)
+            weight, loss, (stops, *rest) = reduced(pair.gradients, brought)
             if divided:  # of one model: they end together too
                 stops = self._end_together(pair, stops, loss)
         pair.gradients.summed = True

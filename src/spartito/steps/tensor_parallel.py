@@ -149,6 +149,7 @@ class TensorParallel:
             tensors: Parameters and buffers of it.
         """
         own, groups = unwrap(model), self._team.groups
+        placing.check_kept(own)
         if groups.joins:
             self._uncut.append(own)
             return

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from spartito.data.blocks.formats import Columns, Format, Span
 from spartito.data.blocks.index import Blocks
 from spartito.errors import UserError
-from spartito.storage.files import Files
+from spartito.storage.files import File, Files
 from spartito.storage.span_cache import SpanCache
 from spartito.storage.whole_files import entry_of, read_cached
 
@@ -98,6 +98,28 @@ class BlockFiles:
                     "It may have been replaced while it is read.",
                 )
         return columns
+
+
+def check_unchanged(files: Files, found: Iterable[File]) -> None:
+    """Refuse files of this machine that were written since their blocks were found.
+
+    Blocks that are in memory would show what was there. A store is not asked: one answer of it
+    takes longer than all of this.
+
+    Args:
+        files: Where they lie.
+        found: They, as they were.
+
+    Raises:
+        UserError: One is another now, or is gone.
+    """
+    for file in found if files.local else ():
+        if file.version and files.look(file.name) != file:
+            raise UserError(
+                f"{files.url}/{file.name} was written after it was opened",
+                "Make the data set anew, and write new data into files of other names: "
+                "a training may be reading these.",
+            )
 
 
 class BlockReader(Generic[T]):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spartito.data.blocks.formats import Columns, Format, Missing
 from spartito.data.blocks.index import Blocks
-from spartito.data.blocks.reading import BlockFiles, BlockReader
+from spartito.data.blocks.reading import BlockFiles, BlockReader, check_unchanged
 from spartito.data.collate import collate
 from spartito.data.decode import MODES, Color, pixels_of
 from spartito.data.headers import ImageFault
@@ -79,7 +79,12 @@ class PackedSource(BatchSource):
         return found
 
     def expect(self, blocks: Sequence[int], live: int) -> None:
-        """As `BlockSource.expect`."""
+        """As `BlockSource.expect`.
+
+        Raises:
+            UserError: A file is another than when it was opened.
+        """
+        check_unchanged(self.files, self.blocks.files)
         self.reader.expect(blocks, live)
 
     def __getitem__(self, index: int) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 
 from spartito.data.blocks.arrow_columns import column_values
 from spartito.data.blocks.formats import TARGET, Block, Columns, even_blocks
-from spartito.data.blocks.reading import BlockFiles
+from spartito.data.blocks.reading import BlockFiles, check_unchanged
 from spartito.errors import UserError
 from spartito.names import nearest
 
@@ -63,6 +63,14 @@ class Documents(Protocol):
         """Where a block lies, for people."""
         ...
 
+    def check_unchanged(self) -> None:
+        """Before a pass.
+
+        Raises:
+            UserError: They are others than when they were opened.
+        """
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class PackedDocuments:
@@ -106,6 +114,10 @@ class PackedDocuments:
         """As `Documents.locate`."""
         file, _, _ = self.read.blocks.find(block)
         return f"{self.read.files.url}/{file.name}"
+
+    def check_unchanged(self) -> None:
+        """As `Documents.check_unchanged`."""
+        check_unchanged(self.read.files, self.read.blocks.files)
 
     def _words(self, number: int, which: str) -> Identity:
         file = self.read.blocks.files[number]
@@ -160,6 +172,9 @@ class TableDocuments:
     def locate(self, block: int) -> str:
         """As `Documents.locate`."""
         return f"the Dataset, examples {self._edges[block]} to {self._edges[block + 1]}"
+
+    def check_unchanged(self) -> None:
+        """As `Documents.check_unchanged`: it has a fingerprint because it never is another."""
 
     def _words(self, which: str) -> Identity:
         return "a table", str(self.table._fingerprint), str(len(self._blocks)), which

@@ -112,7 +112,12 @@ class WindowSource(BatchSource):
         return found
 
     def expect(self, blocks: Sequence[int], live: int) -> None:
-        """As `BlockSource.expect`."""
+        """As `BlockSource.expect`.
+
+        Raises:
+            UserError: The documents are others than when they were opened.
+        """
+        self.blocks.documents.check_unchanged()
         self.reader.expect(blocks, live)
 
     def describe(self) -> str:

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from spartito.collectives.collective import HALF, left
 from spartito.collectives.process_group import ProcessGroupCollective
@@ -34,6 +34,7 @@ from spartito.engine.sharding.gathering import saving
 from spartito.engine.sharding.hidden_parameters import computes_in, cover, no_copies, uncover
 from spartito.engine.sharding.homes import BlockOfHome, Home, whole_homes
 
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _WANTED = ("reset_iter_state", "set_custom_reduce_scatter", "set_reduce_scatter_unused_params")
 
 
@@ -103,6 +104,7 @@ class FullyShardedHome(Home):
         self._syncs, self._in_pass = True, False
         self.is_watched, self._is_needed = True, False
         """Whether autograd may ask for values that are freed: a first update finds out."""
+        self._is_out_of_sight = False
         self.reset: Callable[[], None] = lambda: None
         """What to do when a pass has not come to its end."""
 
@@ -242,9 +244,20 @@ class FullyShardedHome(Home):
         """
         self._in_pass = True
         self.used.clear()
+        if self._is_out_of_sight:
+            self._is_out_of_sight = False
+            self.fsdp.unshard()
         if syncs != self._syncs:
             self.fsdp.set_requires_gradient_sync(syncs, recurse=False)
             self._syncs = syncs
+
+    def lost_sight(self) -> None:
+        """A module that nobody watches any more has an output that FSDP2 cannot look into.
+
+        It would not hear that a backward pass wants the values: this pass has them from its
+        beginning, and the module is watched from now on.
+        """
+        self._is_out_of_sight = self._is_needed = self.is_watched = True
 
     def end_pass(self) -> None:
         """After it: what FSDP2 did not see, of outputs that it cannot look into, waits too."""
@@ -447,7 +460,11 @@ class _Around:
                 whole_homes.pop(storage, None)
         storages = home.storages
 
-        def apart(tensor: Tensor) -> Tensor:
+        def apart(tensor: Any) -> Any:
+            if not isinstance(tensor, Tensor):
+                if found is None and not isinstance(tensor, _PLAIN) and torch.is_grad_enabled():
+                    home.lost_sight()
+                return tensor
             if tensor.layout is not torch.strided:
                 return tensor
             is_view = tensor.requires_grad and tensor._base is not None
@@ -455,7 +472,7 @@ class _Around:
                 return tensor.clone()  # of what is freed, or of what FSDP2 could not follow
             return tensor
 
-        return tree_map_only(Tensor, apart, output)
+        return tree_map(apart, output)
 
 
 class _Left:

@@ -28,6 +28,7 @@ from spartito.data.placing import Placing
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.buffers import in_words, watched
 from spartito.engine.denormals import flushed
+from spartito.engine.gradients import reduced
 from spartito.engine.logged import listening
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import (
@@ -568,7 +569,7 @@ class ServedStep(Step):
         self.computation.complete(pair)
         gradients.whole = divided = team.model.world_size > 1
         with team.replicas.current_call.during("update"):
-            weight, loss, (stops, *rest) = gradients.reduce(brought)
+            weight, loss, (stops, *rest) = reduced(gradients, brought)
             if divided:
                 stops = self._end_together(pair, stops, loss)
                 pair.losses.check()
