@@ -17,6 +17,7 @@ from spartito.engine.batchnorm import (
     local_batchnorms,
     local_moments,
     merge,
+    separate_batchnorm,
     synchronize_batchnorm,
 )
 from spartito.engine.step_context import within
@@ -129,6 +130,15 @@ class Three(IdentityCollective):
     world_size = 3
 
 
+class Alone(IdentityCollective):
+    """Two, of whom the other has nothing."""
+
+    world_size = 2
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor, torch.zeros_like(tensor)]
+
+
 @pytest.mark.parametrize("kind", [norms.Chunked, norms.Ghost, norms.Folded, norms.Split])
 def test_a_norm_over_parts_of_the_rows_is_refused_by_name(kind: type[nn.Module]) -> None:
     model = nn.Sequential(nn.Identity(), kind(2).double())
@@ -138,6 +148,30 @@ def test_a_norm_over_parts_of_the_rows_is_refused_by_name(kind: type[nn.Module])
         pytest.raises(UserError, match=f"{kind.__name__} '1' normalizes"),
     ):
         model(batches((4, 2, 3, 4))[0])
+
+
+def test_a_norm_over_parts_of_a_larger_batch_is_refused_whatever_came_before() -> None:
+    norm = norms.Ghost(2).double()
+    synchronize_batchnorm(norm)
+    x = batches((2, 2, 3, 4))[0]
+    with within(jobs.context(Alone(), 4, range(2))):
+        norm(x)
+    for _ in range(2):
+        with (
+            within(jobs.context(Alone(), 8, range(2))),
+            pytest.raises(UserError, match=r"Ghost '' normalizes \(4, 2, 3, 4\)"),
+        ):
+            norm(x)
+
+
+def test_norms_get_their_classes_back() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), norms.Around(3), norms.Instances(3), nn.Identity())
+    before, kept = [type(module) for module in model], [dict(vars(module)) for module in model]
+    synchronize_batchnorm(model)
+    assert [type(module) for module in model][:3] != before[:3]
+    separate_batchnorm(model)
+    assert [type(module) for module in model] == before
+    assert [dict(vars(module)) for module in model] == kept
 
 
 def test_instances_without_statistics_and_lazy_norms_stay_as_they_are() -> None:

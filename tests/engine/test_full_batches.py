@@ -133,6 +133,24 @@ def test_batchnorm_is_filled_where_it_does_not_look_at_the_batch() -> None:
     assert seen[-1] == 4
 
 
+def test_a_norm_that_is_unfrozen_gets_its_batches() -> None:
+    torch.manual_seed(1)
+    model, run = normalized(), FullBatches()
+    norm = model.get_submodule("1")
+    norm.eval()
+    first, second = examples(6), examples(4, 1)
+    run(model, (first, None))
+    seen = sizes_of(model)
+    run(model, (second, None))
+    assert seen[-1] == 6
+    norm.train()
+    run(model, (second, None))
+    assert seen[-1] == 4
+    norm.eval()
+    run(model, (second, None))
+    assert seen[3:] == [4, 6]  # what was tried is known
+
+
 def test_a_trial_leaves_the_generator_where_it_was() -> None:
     model = nn.Sequential(linear(), nn.Dropout(0.5))
     torch.manual_seed(3)

@@ -47,6 +47,37 @@ def test_a_split_draws_the_rows_of_the_global_mask(size: int, world_size: int, s
     assert torch.equal(whole, torch.cat(parts))
 
 
+class Drops44(nn.Module):
+    """Drops of a weight, or of four rows of four features: tensors of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.of_weight = torch.ones(4, 4), False
+        globalize(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.of_weight:
+            return x @ nn.functional.dropout(self.weight, 0.4)
+        return nn.functional.dropout(x, 0.4)
+
+    def mask(self, offsets: range, size: int = 8) -> Tensor:
+        where = torch.arange(offsets.start, offsets.stop)
+        with within(StepContext(IdentityCollective(), 1, 0, size, where)):
+            found: Tensor = self(torch.eye(size, 4)[offsets.start : offsets.stop] + 1)
+        return found
+
+
+def test_a_model_may_draw_something_else_of_the_same_shape() -> None:
+    wanted, net = {}, Drops44()
+    for net.of_weight in (False, True):
+        wanted[net.of_weight] = net.mask(range(8))
+    found = Drops44()
+    for found.of_weight in (True, False, False, True):
+        both = [found.mask(range(4)), found.mask(range(4, 8))]
+        assert torch.allclose(torch.cat(both), wanted[found.of_weight], rtol=0, atol=1e-6)
+        assert len(found.__dict__["_spartito_randomness"]._known) <= 2
+
+
 def test_masks_differ_by_step_seed_call_and_pass() -> None:
     size, net = 50, Drops()
     first, again, _ = masks(net, size, range(size)).chunk(3, 1)

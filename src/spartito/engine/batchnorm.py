@@ -135,9 +135,7 @@ class SynchronizedForward:
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Copied and pickled by its own class, which is synchronized again."""
-        every = type(self).__mro__
-        kind = every[every.index(SynchronizedForward) + 1]
-        return _again, (kind,), {**self.__dict__}
+        return _again, (_own_kind(self),), {**self.__dict__}
 
 
 class SynchronizedCalls(SynchronizedForward):
@@ -149,7 +147,7 @@ class SynchronizedCalls(SynchronizedForward):
         if context is None:
             return super(SynchronizedForward, self).forward(input, *args, **kwargs)  # type: ignore[misc]
         counts = len(context.offsets)
-        if counts and _TRIED not in self.__dict__:
+        if counts:
             self._try_all_rows(input, context, args, kwargs)
         before = [] if counts else [(each, each.clone()) for each in self.buffers(recurse=False)]
         with _SynchronizedFunctions(self, input, context) as calls:
@@ -165,11 +163,13 @@ class SynchronizedCalls(SynchronizedForward):
     ) -> None:
         """Refuse a class that would cut as many rows as the global batch has into parts.
 
-        A replica's rows alone may be too few to show that (ghost BatchNorm). Tried once, on rows
-        that count for nothing.
+        A replica's rows alone may be too few to show that (ghost BatchNorm). Each number of rows is
+        tried once, on some that count for nothing: a larger batch may be cut where another is not.
         """
-        self.__dict__[_TRIED] = True
         rows = input.shape[0] * context.global_size // len(context.offsets)
+        tried = self.__dict__.setdefault(_TRIED, set())
+        if rows in tried:
+            return
         whole = input[:1].expand(rows, *input.shape[1:])
         drawn = generator_states(input.device)
         trial = _SynchronizedFunctions(self, whole, context, is_trial=True)
@@ -178,6 +178,7 @@ class SynchronizedCalls(SynchronizedForward):
                 super(SynchronizedForward, self).forward(whole, *args, **kwargs)  # type: ignore[misc]
         finally:
             set_generator_states(input.device, drawn)
+        tried.add(rows)
 
 
 class _SynchronizedFunctions(TorchFunctionMode):
@@ -317,6 +318,15 @@ def synchronize_batchnorm(model: nn.Module) -> None:
             module.__class__ = _synchronized(type(module))
 
 
+def separate_batchnorm(model: nn.Module) -> None:
+    """Give the norms that `synchronize_batchnorm` has changed their own classes back."""
+    for module in model.modules():
+        if isinstance(module, SynchronizedForward):
+            module.__class__ = _own_kind(module)
+            for key in (_NAME, _TRIED):
+                module.__dict__.pop(key, None)
+
+
 def takes_statistics(module: nn.Module) -> bool:
     """Whether ``module`` is one of torch's norms over batches, or keeps the mean of instances."""
     if not isinstance(module, _NormBase) or any(map(is_lazy, module.parameters())):
@@ -363,6 +373,12 @@ def _synchronized(kind: Any) -> Any:
     return found
 
 
+def _own_kind(module: Any) -> Any:
+    """The class that a synchronized norm had before."""
+    every = type(module).__mro__
+    return every[every.index(SynchronizedForward) + 1]
+
+
 def _again(kind: Any) -> Any:
     """An empty module of the synchronized ``kind``, whose state comes later."""
     return (found := _synchronized(kind)).__new__(found)
@@ -378,13 +394,19 @@ def has_batchnorm(model: nn.Module) -> bool:
     return any(map(takes_statistics, model.modules()))
 
 
+def is_synchronized(model: nn.Module) -> bool:
+    """Whether `synchronize_batchnorm` has changed a norm of ``model``."""
+    return any(isinstance(module, SynchronizedForward) for module in model.modules())
+
+
+def batchnorms(model: nn.Module) -> list[_BatchNorm]:
+    """All BatchNorms of ``model``."""
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+
+
 def local_batchnorms(model: nn.Module) -> list[_BatchNorm]:
     """The BatchNorms of ``model`` that each replica computes over its own rows."""
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, _BatchNorm) and not isinstance(module, SynchronizedForward)
-    ]
+    return [norm for norm in batchnorms(model) if not isinstance(norm, SynchronizedForward)]
 
 
 def local_norms(model: nn.Module) -> list[nn.Module]:

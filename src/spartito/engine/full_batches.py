@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,12 +26,12 @@ class _Full:
     Attributes:
         size: Its examples.
         example: The input of its first one.
-        can_fill: Whether smaller ones may be filled up; None: nobody has tried.
+        can_fill: Whether smaller ones may be filled up, by the modes of the model (`_modes`).
     """
 
     size: int = 0
     example: Any = None
-    can_fill: bool | None = None
+    can_fill: dict[int, bool] = field(default_factory=dict)
 
 
 class FullBatches:
@@ -43,7 +43,8 @@ class FullBatches:
 
     Models whose rows depend on each other get batches as they are: those with BatchNorm in
     training, and those whose output is another one beside other copies. That is tried once for
-    a model, with two forward passes that change nothing.
+    a model, and again when one of its modules changes its mode or is another one, with two forward
+    passes that change nothing.
     """
 
     def __init__(self) -> None:
@@ -73,20 +74,27 @@ class FullBatches:
                 full.size, full.example = size, rows(_input(data), lambda t: _first(t).clone())
             return forward(model, data)
         filled = _filled(_input(data), _input(data), size, full.size)
-        if full.can_fill is None:
+        modes = _modes(model)
+        can_fill = full.can_fill.get(modes)
+        if can_fill is None:
             other = _filled(_input(data), full.example, size, full.size)
-            full.can_fill = _has_rows(model, inputs, size) and _agree(
+            can_fill = full.can_fill[modes] = _has_rows(model, inputs, size) and _agree(
                 model, filled, other, size, full.size
             )
-            if not full.can_fill:
+            if not can_fill:
                 note(
                     "batches of %d are not filled up to %d: this model's rows depend on each "
                     "other, or its output has other rows than its input; each size is compiled",
                     *(size, full.size),
                 )
-        if not full.can_fill:
+        if not can_fill:
             return forward(model, data)
         return mapped(forward(model, filled), lambda t: t[:size])
+
+
+def _modes(model: nn.Module) -> int:
+    """Of which classes its modules are, and which of them train."""
+    return hash(tuple((type(module), module.training) for module in model.modules()))
 
 
 def _input(data: Any) -> Any:

@@ -11,6 +11,7 @@ with three rows, and a dim that grows with them is the one.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from hashlib import blake2b
+from types import FrameType
 from typing import Any
 
 import torch
@@ -76,6 +78,8 @@ class _Pass:
     made: int = 0  # random operations so far
     packed: bool = False
     inside: int = 0  # calls of the same module in this one
+    caller: FrameType | None = None  # who calls the module
+    plan: list[tuple[Any, Rows | None]] | None = None  # what it draws, once that was measured
     mode: TorchDispatchMode | None = None
 
 
@@ -100,10 +104,12 @@ class GlobalRandomness:
     def __init__(self) -> None:
         self.made = 0
         """Random operations since the last `check`, on this replica."""
+        self.ran = False
+        """Whether there was a forward pass since then."""
         self.look: Callable[..., Draws] | None = None
         """Tells what a forward pass draws, where calling the model does not."""
         self._idle = False
-        self._known: dict[tuple[int, Any], Rows] = {}
+        self._known: dict[tuple[Any, ...], Rows] = {}
 
     @_unseen
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -121,10 +127,12 @@ class GlobalRandomness:
                 "Use checkpoint() for parts inside of the model.",
             )
         context.calls += 1
+        self.ran = True
         self._idle = self._idle or not len(context.offsets)
         seed = _seed(context.seed, context.step, context.calls)
         before = torch.default_generator.get_state()
         _active = _Pass(module, args, kwargs, context, seed, before)
+        _active.caller = sys._getframe(2)
         _active.mode = _KeyedDrawing(self, _active)
         torch.default_generator.manual_seed(seed)
         _active.mode.__enter__()  # type: ignore[no-untyped-call]
@@ -140,6 +148,7 @@ class GlobalRandomness:
             return
         _active.mode.__exit__(None, None, None)
         torch.default_generator.set_state(_active.before)
+        _active.caller = None  # it has the output, and the graph behind it
         _active = None
 
     def skip(self, count: int) -> None:
@@ -158,7 +167,7 @@ class GlobalRandomness:
 
     def forget(self) -> None:
         """The forward passes since the last `check` count for nothing."""
-        self.made, self._idle = 0, False
+        self.made, self._idle, self.ran = 0, False, False
 
     def abstain(self) -> None:
         """There were no rows to draw for."""
@@ -170,25 +179,33 @@ class GlobalRandomness:
 
     def check(self, total: Sequence[float]) -> None:
         """Refuse forward passes that drew more often on one replica than on another."""
-        made, abstained, self.made, self._idle = self.made, self._idle, 0, False
+        made, abstained = self.made, self._idle
+        self.forget()
         if not abstained and total[0] != made * total[1]:
             raise UserError(
                 f"{made} random operations here, another number on other replicas, deterministic",
                 "Draw equally often for all rows, or leave deterministic=True out.",
             )
 
+    def measure_again(self) -> None:
+        """Forget how random tensors hold the examples: the model may have changed."""
+        self._known.clear()
+
     def rows(self, func: Any, shape: Shape, now: _Pass) -> Rows:
-        """How a random tensor that ``func`` is about to draw holds the examples."""
-        size, key = len(now.context.offsets), (now.made, func)
+        """How a random tensor that ``func`` is about to draw holds the examples.
+
+        A shape alone does not tell: of a weight of (4, 4), or of four rows of four features. So
+        what was measured holds for the lines of the model that drew then.
+        """
+        size, key = len(now.context.offsets), (now.made, func, *_lines(now))
         found = self._known.get(key)
         if found is None or not found.fits(shape, size):
-            plan = _measure(now, self.look or partial(_look, now.module))
-            self._known |= {
-                (number, made): rows for number, (made, rows) in enumerate(plan) if rows
-            }
-            found = self._known.get(key) if now.made < len(plan) else None
-            if found is None or not found.fits(shape, size):
+            if now.plan is None:
+                now.plan = _measure(now, self.look or partial(_look, now.module))
+            made, found = now.plan[now.made] if now.made < len(now.plan) else (None, None)
+            if found is None or made is not func or not found.fits(shape, size):
                 raise refusal(func, f"a shape {shape} that does not tell which dim has the rows")
+            self._known[key] = found
         if found.each > 1 and now.packed:
             raise refusal(func, "packed sequences: their rows are ordered by time")
         return found
@@ -215,6 +232,16 @@ def replaying() -> Iterator[None]:
             yield
     finally:
         _replays = False
+
+
+def _lines(now: _Pass) -> list[int]:
+    """Where the model is: the functions that have called each other, and how far each has come."""
+    found: list[int] = []
+    frame = sys._getframe(1)
+    while frame is not now.caller and frame.f_back is not None:
+        found += (id(frame.f_code), frame.f_lasti)
+        frame = frame.f_back
+    return found
 
 
 def _seed(*numbers: int) -> int:

@@ -7,7 +7,8 @@ Inside of ``forward`` a module shows them as `Sharded` tensors, outside as they 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
@@ -226,6 +227,22 @@ class SpecCut:
             found.append((outer + self.here[axis] * size, inner, size))
             outer, inner = outer + block, inner + size
         return found
+
+
+@contextmanager
+def hidden(model: nn.Module) -> Iterator[None]:
+    """A block in which modules have their own classes, as `hide` leaves them.
+
+    Args:
+        model: One that `show` has changed, or any other.
+    """
+    shown_ones = (each for each in model.modules() if is_shown(each) and HERE in vars(each))
+    axes = next((vars(each)[HERE].axes for each in shown_ones), None)
+    specs = specs_of(model)
+    hide(model)
+    yield
+    if axes is not None:
+        show(model, specs, axes)
 
 
 def specs_of(model: nn.Module) -> dict[int, Spec]:

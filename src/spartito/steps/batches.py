@@ -68,20 +68,24 @@ class Placed(Distributed):
         denormals: Denormals,
         pairs: Pairs | None = None,
         counted: Callable[[list[bytes]], list[bytes]] = list,
+        follow: Callable[[], None] | None = None,
     ) -> None:
         """``group`` is that of the data shards; ``pairs`` are what these batches train.
 
         ``counted`` makes of the metrics of all data shards those of who has seen outputs.
+        ``follow`` is called before the first batch of each epoch.
         """
         self._batches, self._placing, self._announce = batches, placing, announce
         self._group, self._denormals, self._pairs = group, denormals, pairs
-        self._counted = counted
+        self._counted, self._follow = counted, follow
+        self._begins = True
         self.before: Callable[[], None] = lambda: None
         """Is called before a batch is announced."""
         self._order, self._alike, self._like = 0, 0, (0, 0)
         self.waited = 0.0
 
     def __iter__(self) -> Generator[Batch]:
+        self._begins = True
         return self._denormals.during(self._unseen(self._on_device(iter(self._batches))))
 
     def _unseen(self, batches: Generator[Batch]) -> Generator[Batch]:
@@ -99,11 +103,13 @@ class Placed(Distributed):
     def _epochs(self, count: int, steps: int | None, done: int) -> Generator[Generator[Batch]]:
         if steps is None:
             for _ in range(count):
+                self._begins = True
                 yield self._on_device(iter(self._batches))
             return
         stream = self._on_device(self._batches.endless())  # stays open, with what it has read ahead
         try:
             for _ in range(count):
+                self._begins = True
                 yield _next(stream, steps - done)
                 done = 0
         finally:
@@ -172,6 +178,10 @@ class Placed(Distributed):
             if move is not None:
                 batch = structs.replace(batch, data=move(batch.data), spare=move(batch.spare))
             self.before()
+            if self._begins:
+                self._begins = False
+                if self._follow is not None:
+                    self._follow()
             self._announce(batch)
             if (batch.drawn, batch.global_size) != self._like:
                 self._note((batch.drawn, batch.global_size))

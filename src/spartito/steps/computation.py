@@ -241,7 +241,7 @@ class WholeModel:
         counts = found.counts
         scale = found.scale / divisor if counts else 0.0
         gradient = pairs[0].loss_scale.scale(first_gradient(found.value, scale))
-        draws = any(pair.randomness is not None for pair in pairs)
+        draws = any(pair.has_drawn for pair in pairs)
         try:
             if counts and not draws and self._around is None:
                 backward(found.value, gradient)

@@ -18,6 +18,7 @@ from spartito.engine.loss_halves import Comparisons
 from spartito.engine.optimizers import optimizer_parameters, unwrap
 from spartito.engine.precision import LossScale
 from spartito.engine.randomness import GlobalRandomness
+from spartito.engine.step_context import current
 from spartito.engine.step_undo import Undo
 from spartito.errors import UserError
 
@@ -83,10 +84,20 @@ class Pair:
     taken: int = 0  # how many of its gradients another optimizer's update has cleared
     losses: LossGap = field(default_factory=LossGap)
     order: list[str] = field(default_factory=list)  # of its names, where this task has not all
+    looks_beyond: bool = field(init=False)  # at what other replicas have of a batch
     _known: list[nn.Parameter] = field(default_factory=list)  # all of the optimizer's, none new
 
     def __post_init__(self) -> None:
         self.edits = Edits(self.optimizer, self.randomness is not None)
+        self.looks_beyond = self.synchronized or self.randomness is not None
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether passes since its last update, or of this batch, drew one device's numbers."""
+        if self.randomness is None:
+            return False
+        context = current()
+        return self.randomness.ran or (context is not None and context.calls > 0)
 
     @property
     def new(self) -> list[nn.Parameter]:

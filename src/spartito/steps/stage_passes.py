@@ -79,6 +79,7 @@ class StagePasses:
     unread: list[Callable[[], None]] = field(default_factory=list)
     plan: dict[str, Any] | None = None
     spans: list[Span] = field(default_factory=list)
+    _exact: Program | None = None  # what was looked at last, and not refused
 
     def read(self) -> None:
         """Read what was loaded before, if anything was."""
@@ -141,8 +142,8 @@ class StagePasses:
             return Root(found.value, first_gradient(found.value, found.scale / divisor))
 
         microbatches = self._microbatches(parts, loss is not None)
-        if randomness is not None and self.shape.microbatches > 1:
-            self._refuse_parts(microbatches[0].cut.program)
+        if randomness is not None and self._exact is not microbatches[0].cut.program:
+            self._check_exact(microbatches[0].cut.program)
         order = self._order(len(parts))
         self.spans = pass_through(order, microbatches, messages, finish)
         if randomness is not None:  # as of one forward pass
@@ -202,22 +203,24 @@ class StagePasses:
         found = [(span.action, span.start, span.end) for span in self.spans]
         return [[a.kind, a.stage, a.microbatch, start, end] for a, start, end in found]
 
-    def _refuse_parts(self, program: Program) -> None:
+    def _check_exact(self, program: Program) -> None:
         """Refuse what looks at a whole batch, or follows it: parts make other numbers."""
-        model = self.piped.model
+        model, count, context = self.piped.model, self.shape.microbatches, current()
+        shards = 1 if context is None else context.collective.world_size
         norms = (name for name, each in model.named_modules() if each.training and takes(each))
         name = next(norms, None)
         what = "" if name is None else f"the norm {name!r}"
-        if not what and (
-            changed := program.changed | kept_buffers(model).intersection(program.set)
-        ):
-            what = f"{in_words(changed)} that the forward pass changes"
-        if what:
+        if not what and count > 1:
+            changed = program.changed | kept_buffers(model).intersection(program.set)
+            what = f"{in_words(changed)} that the forward pass changes" if changed else ""
+        if what and max(count, shards) > 1:
+            part = f"{count} microbatches at a time" if count > 1 else f"{shards} data shards"
+            first = "Leave" if shards > 1 else "Set microbatches=1, leave"
             raise UserError(
-                f"deterministic training under pipeline with {what}: it sees one of "
-                f"{self.shape.microbatches} microbatches at a time",
-                "Set microbatches=1, leave deterministic out, or choose mirrored or mesh.",
+                f"deterministic training under pipeline with {what}: it sees one of {part}",
+                f"{first} deterministic out, or choose mirrored or mesh.",
             )
+        self._exact = program
 
     def _order(self, count: int) -> Order:
         shape = replace(self.shape, microbatches=count)

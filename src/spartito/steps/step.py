@@ -33,7 +33,10 @@ from spartito.data.source import PerWorker
 from spartito.engine import divided_state
 from spartito.engine.batchnorm import (
     asks_for_synchronization,
-    local_batchnorms,
+    batchnorms,
+    is_synchronized,
+    local_norms,
+    separate_batchnorm,
     synchronize_batchnorm,
 )
 from spartito.engine.checksum import DriftedError
@@ -66,6 +69,7 @@ from spartito.engine.randomness import globalize
 from spartito.engine.sharding.hidden_parameters import asleep, check_shown
 from spartito.engine.step_context import StepContext, enter, leave
 from spartito.errors import SpartitoError, UserError
+from spartito.mesh.placing import hidden
 from spartito.names import nearest
 from spartito.notes import warn
 from spartito.outer.group_values import Replicas, Values
@@ -112,7 +116,6 @@ class Step:
         self._sync_batchnorm = sync_batchnorm
         self._seed = 0
         self._entered: Batch | None = None
-        self._needs_context = False
         heartbeat.begin()
         divide_cores(team.cluster)
         team.form(parts)
@@ -198,11 +201,10 @@ class Step:
             synchronized = self._sync_batchnorm
             if synchronized is None:
                 synchronized = settings.deterministic or asks_for_synchronization(model)
-            if synchronized:
-                synchronize_batchnorm(model)
+            change = synchronize_batchnorm if synchronized else separate_batchnorm
+            change(model)
             randomness = globalize(model) if settings.deterministic else None
             self._seed = settings.seed
-            self._needs_context |= synchronized or settings.deterministic
             tensors = tensors_of(model)
             team.meet()
             placement.bring(model, list(tensors.values()))
@@ -237,6 +239,26 @@ class Step:
         new = [tensor for key, tensor in pair.shared.items() if key not in known]
         self.parts.placement.bring(model, new)
 
+    def _follow(self) -> None:
+        """Before an epoch: norms become those of the pairs in use, and draws are measured anew.
+
+        Norms without parameters may have come into a model, and another pair may have it too.
+        """
+        in_use = self.team.pairs.in_use
+        for pair in in_use:
+            model = unwrap(pair.model)
+            if not pair.synchronized and is_synchronized(model):
+                with hidden(model):
+                    separate_batchnorm(model)
+        for pair in in_use:
+            model = unwrap(pair.model)
+            if pair.synchronized and local_norms(model):
+                with hidden(model):
+                    synchronize_batchnorm(model)
+                self._welcome(pair)
+            if pair.randomness is not None:
+                pair.randomness.measure_again()
+
     def using(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """As `Strategy.using`."""
         return self.team.pairs.using(optimizer)
@@ -267,13 +289,15 @@ class Step:
         found = Placed(
             batches, placing, self.enter, group, self.denormals,
             team.pairs if training else None, self.parts.placement.account.counted,
+            self._follow if training else None,
         )  # fmt: skip
         return team.outer.placed(found, training)
 
     def _divisible(self, chain: Dataset, parts: int) -> Dataset:
         """``chain`` whose batches are cut into ``parts`` so that every BatchNorm can use them."""
         in_use = self.team.pairs.in_use
-        if parts == 1 or not any(local_batchnorms(pair.model) for pair in in_use):
+        apart = (pair.model for pair in in_use if not pair.synchronized)
+        if parts == 1 or not any(map(batchnorms, apart)):
             return chain
         size = chain.batch_size
         if size is not None and size < 2 * parts and self.is_chief:
@@ -294,17 +318,22 @@ class Step:
             batch: The batch that is computed next.
         """
         pairs = self.team.pairs
-        self.computation.enter(pairs.in_use)
+        in_use = pairs.in_use
+        self.computation.enter(in_use)
         self._entered = batch
-        for pair in pairs.in_use:
+        for pair in in_use:
             if pair.new:
                 self._welcome(pair)
-        for pair in pairs.in_use:
+        looks_beyond = False
+        for pair in in_use:
             pair.gradients.before_forward(pair.passes + 1 >= pair.accumulate, batch.epoch)
-        if self._needs_context:
+            looks_beyond = looks_beyond or pair.looks_beyond
+        if looks_beyond:
             seed = self._seed if pairs.used is None else pairs.used.seed
             step = batch.epoch << 32 | batch.step
             enter(StepContext(self.team.replicas, seed, step, batch.global_size, batch.offsets))
+        else:
+            enter(None)  # that of a pair that was in use before
 
     # A step
 
@@ -477,7 +506,7 @@ class Step:
         found = weigh(losses, batch)
         if not found.value.requires_grad:
             raise no_gradient()
-        computation.doubt(found, any(pair.randomness is not None for pair in team.pairs.all))
+        computation.doubt(found, any(pair.has_drawn for pair in team.pairs.all))
         sums = team.several
         for pair in team.pairs.all if sums else ():
             check_unchanged(pair)
