@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +100,27 @@ def go_on(
             return [value.detach().clone() for value in strategy.state_dict()["model"].values()]
     except sp.UserError as error:
         return str(error)
+
+
+def without_strategy(name: str, kind: str) -> list[Tensor] | str:
+    """As `go_on` by plain torch and the same optimizer, once nobody has the strategy any more."""
+    net, optimizer = made(kind)
+    by_strategy(sp.strategy(name), net, optimizer)
+    gc.collect()
+    try:
+        by_torch(net, optimizer)
+    except sp.UserError as error:
+        return str(error)
+    return values(net)
+
+
+def never_begun() -> list[Tensor]:
+    """An epoch of plain torch whose optimizer a strategy had, and never used."""
+    net, optimizer = made("Adam")
+    with sp.strategy("sharded") as strategy:
+        strategy.prepare(net, optimizer)
+    by_torch(net, optimizer)
+    return values(net)
 
 
 def closed_again() -> list[Tensor]:

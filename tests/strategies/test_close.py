@@ -55,6 +55,21 @@ def test_an_optimizer_without_state_goes_on(
         close(found, jobs.epochs("SGD", ""))
 
 
+def test_an_optimizer_that_was_not_used_goes_on(replicas: Replicas) -> None:
+    net, optimizer = jobs.made("Adam")
+    jobs.by_torch(net, optimizer)
+    for found in replicas(jobs.never_begun, 2):
+        close(found, jobs.values(net))
+
+
+@pytest.mark.parametrize("name", ["central_storage", "sharded"])
+def test_a_strategy_that_is_gone_has_left_as_much(replicas: Replicas, name: str) -> None:
+    for said in replicas(jobs.without_strategy, 2, name, "Adam"):
+        assert "whose state was divided among tasks by a strategy that is closed" in said
+    for found in replicas(jobs.without_strategy, 2, name, "SGD"):
+        close(found, jobs.epochs("SGD", ""))
+
+
 @pytest.mark.parametrize(
     ("then", "communication"),
     [("mirrored", "sockets"), ("mesh", "sockets"), ("one_device", "sockets"), ("sharded", "fsdp")],

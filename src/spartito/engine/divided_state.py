@@ -1,26 +1,32 @@
 """What a strategy that divides an optimizer's state leaves of it: on each task a part.
 
 A step of plain torch would go on with that, and begin anew what other tasks have: other numbers on
-each, without a word.
+each, without a word. Or its kernel would write behind the end of a state that is shorter than its
+parameter.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.optim import SGD, Optimizer
 
-from spartito.engine.optimizer_step import asked_before
+from spartito.engine.optimizer_step import ask_nobody, asked_before
 from spartito.engine.optimizers import LOADING
 from spartito.errors import UserError
 
 
-def refuse(optimizer: Optimizer, given: Any) -> NoReturn:
+def refuse(optimizer: Optimizer, given: Any) -> bool:
     """What is asked before the steps of such an optimizer; see `optimizer_step.Asked`.
 
     Raises:
-        UserError: Always.
+        UserError: Its state has begun, here or elsewhere.
     """
+    if _has_none(optimizer):
+        return False
+    if not optimizer.state and not getattr(optimizer, "_opt_called", False):
+        ask_nobody(optimizer)  # it begins here, with all of it
+        return False
     raise UserError(
         f"an {type(optimizer).__name__} whose state was divided among tasks by a strategy that is "
         "closed: this task has a part of it",
@@ -35,16 +41,12 @@ def check_state(optimizer: object) -> None:
         optimizer: An optimizer, or what makes one.
 
     Raises:
-        UserError: It is such a one.
+        UserError: It is such an optimizer.
     """
     if isinstance(optimizer, Optimizer) and asked_before(optimizer) is refuse:
         refuse(optimizer, ())
 
 
-def has_none(optimizer: Optimizer) -> bool:
-    """Whether it never has any state, so that no task lacks a part of that.
-
-    Args:
-        optimizer: Any.
-    """
+def _has_none(optimizer: Optimizer) -> bool:
+    """Whether it never has any state, so that no task lacks a part of that."""
     return type(optimizer) is SGD and not any(g["momentum"] for g in optimizer.param_groups)

@@ -25,38 +25,57 @@ class _Inquiry:
 
     def __init__(self) -> None:
         self.asked: Callable[[], Asked | None] = lambda: None
+        self.after: Asked | None = None
         self.is_open = False
+
+    @property
+    def now(self) -> Asked | None:
+        """Who is asked now."""
+        return self.asked() or self.after
 
 
 _INQUIRY = "_spartito_inquiry"
 
 
-def ask_before_steps(optimizer: Optimizer, asked: Asked) -> None:
+def ask_before_steps(optimizer: Optimizer, asked: Asked, after: Asked | None = None) -> None:
     """Have ``asked``, a bound method, decide what ``optimizer.step()`` does.
 
-    Its object is not kept alive; without it the step is the optimizer's own again.
+    Its object is not kept alive; without it the step is the optimizer's own again, or ``after`` is
+    asked.
 
     Args:
         optimizer: Whose ``step``. Of several calls the last one holds.
         asked: Returns whether it has made the step; if not, the optimizer does.
+        after: A plain function, likewise.
     """
     if _INQUIRY not in optimizer.__dict__:
         optimizer.__dict__[_INQUIRY] = _Inquiry()
         optimizer.step = _asking(optimizer)  # type: ignore[method-assign]
-    optimizer.__dict__[_INQUIRY].asked = weakref.WeakMethod(asked)
+    inquiry = optimizer.__dict__[_INQUIRY]
+    inquiry.asked, inquiry.after = weakref.WeakMethod(asked), after
 
 
-def stop_asking(optimizer: Optimizer, asked: Asked, instead: Asked | None = None) -> None:
-    """Make ``optimizer.step()`` its own again, unless somebody else is asked by now.
+def stop_asking(optimizer: Optimizer, asked: Asked) -> None:
+    """Ask no more, as without the object of ``asked``, unless somebody else is asked by now.
 
     Args:
         optimizer: Any.
         asked: Who is asked no more.
-        instead: Who is from now on, a plain function; None: nobody.
     """
     inquiry = optimizer.__dict__.get(_INQUIRY)
     if inquiry is not None and inquiry.asked() == asked:
-        inquiry.asked = lambda: instead
+        inquiry.asked = lambda: None
+
+
+def ask_nobody(optimizer: Optimizer) -> None:
+    """Make ``optimizer.step()`` its own again, whoever would be asked.
+
+    Args:
+        optimizer: Any.
+    """
+    inquiry = optimizer.__dict__.get(_INQUIRY)
+    if inquiry is not None:
+        inquiry.asked, inquiry.after = (lambda: None), None
 
 
 def asked_before(optimizer: Optimizer) -> Asked | None:
@@ -66,7 +85,7 @@ def asked_before(optimizer: Optimizer) -> Asked | None:
         optimizer: Any.
     """
     inquiry = optimizer.__dict__.get(_INQUIRY)
-    return None if inquiry is None else inquiry.asked()
+    return None if inquiry is None else inquiry.now
 
 
 @contextmanager
@@ -103,7 +122,7 @@ def _asking(optimizer: Optimizer) -> Callable[..., Any]:
     def step(*args: Any, **kwargs: Any) -> Any:
         found = here()
         assert found is not None, "its method was called"
-        asked = None if inquiry.is_open else inquiry.asked()
+        asked = None if inquiry.is_open else inquiry.now
         if asked is not None and asked(found, (*args, *kwargs.values())):
             return None
         found._opt_called = True  # type: ignore[attr-defined] # schedules look for it

@@ -42,6 +42,7 @@ from spartito.engine.batchnorm import (
 from spartito.engine.checksum import DriftedError
 from spartito.engine.denormals import Denormals, flushed
 from spartito.engine.devices import divide_cores, move
+from spartito.engine.divided_update import DividedUpdates
 from spartito.engine.gradients import reduced
 from spartito.engine.host_reads import Number, read
 from spartito.engine.loss import LossFunction, weigh
@@ -218,7 +219,8 @@ class Step:
                 synchronized,
             )  # fmt: skip
         team.pairs.add(pair)
-        ask_before_steps(made, self._step_by_hand)
+        are_parts = isinstance(gradients, DividedUpdates) or 0 < self.parts.exchange.fraction < 1
+        ask_before_steps(made, self._step_by_hand, divided_state.refuse if are_parts else None)
         step = weakref.proxy(self)  # who lets go of a strategy leaves its groups
         placement.prepared(pair, lambda pair: step._couple(pair))
         return whole, made
@@ -789,17 +791,7 @@ class Step:
         self.team.forget_clipping()
         for pair in self.team.pairs.all:
             pair.gradients.leave()
-            instead = divided_state.refuse if self._has_part_of_state(pair) else None
-            stop_asking(pair.optimizer, self._step_by_hand, instead)
-
-    def _has_part_of_state(self, pair: Pair) -> bool:
-        """Whether other tasks have some of the optimizer's state; found out without them."""
-        begun = pair.is_compared or len(pair.optimizer.state) > 0
-        return (
-            begun
-            and self.parts.exchange.fraction < 1
-            and not divided_state.has_none(pair.optimizer)
-        )
+            stop_asking(pair.optimizer, self._step_by_hand)
 
     def _compare_at_end(self) -> None:
         """Compare the replicas after a loop of the user's own, in which nothing else does.
