@@ -173,11 +173,11 @@ def test_what_a_model_is_like_may_change_between_two_steps(replicas: Replicas, c
 
 
 def test_numbers_that_go_on_changing_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    net = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
-    piped = PipedModel(net, 1, {0}, torch.device("cpu"))
+    dropout = nn.Dropout(0.5)
+    piped = PipedModel(nn.Sequential(nn.Linear(2, 2), dropout), 1, {0}, torch.device("cpu"))
     assert piped.settings() == piped.settings()
     for number in range(3 * MOST_CUTS):
-        net[1].p = 1 / (number + 1)
+        dropout.p = 1 / (number + 1)
         assert piped.settings() == piped.settings()
     assert caplog.text.count("held other numbers 64 times") == 1
 

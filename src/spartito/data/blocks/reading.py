@@ -103,7 +103,7 @@ class BlockFiles:
 def check_unchanged(files: Files, found: Iterable[File]) -> None:
     """Refuse files of this machine that were written since their blocks were found.
 
-    Blocks that are in memory would show what was there. A store is not asked: one answer of it
+    Blocks that are in memory would show what was there. A store is not asked: one reply of it
     takes longer than all of this.
 
     Args:
