@@ -242,7 +242,7 @@ class Step:
         self.parts.placement.bring(model, new)
 
     def _follow(self) -> None:
-        """Before an epoch: norms become those of the pairs in use, and draws are measured anew.
+        """Before an epoch: norms become those of the pairs in use.
 
         Norms without parameters may have come into a model, and another pair may have it too.
         """
@@ -258,8 +258,6 @@ class Step:
                 with hidden(model):
                     synchronize_batchnorm(model)
                 self._welcome(pair)
-            if pair.randomness is not None:
-                pair.randomness.measure_again()
 
     def using(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """As `Strategy.using`."""
@@ -281,6 +279,9 @@ class Step:
         if training:
             check_divides(chain, shard[1])
             chain = team.outer.divided(chain, team.pairs.in_use)
+            for each in team.pairs.in_use:
+                if each.randomness is not None:
+                    each.randomness.measure_again()
         placing = Placing(team.device)
         loader, group = Loader(chain, shard, order, placing), team.groups.data
         uneven = isinstance(chain.source, PerWorker) and shard[1] > 1
