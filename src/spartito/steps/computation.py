@@ -150,7 +150,8 @@ class WholeModel:
         has_rows = bool(batch.size)
         if not has_rows and not self._division.runs_without_rows:
             return 0.0, 0.0, None
-        self._look_at_norms(pair)
+        if self._division.divides:
+            look_at_norms(pair)
         batch = in_dtype(batch if has_rows else of_spare_rows(batch), pair.dtype)
         with torch.no_grad(), autocast(pair.precision, self._division.device):
             if loss is None:
@@ -167,7 +168,8 @@ class WholeModel:
 
     def predict(self, pair: Pair, batch: Batch, has_loss: bool) -> Any:
         """As `Computation.predict`."""
-        self._look_at_norms(pair)
+        if self._division.divides:
+            look_at_norms(pair)
         runs_spare = not batch.size and self._division.runs_without_rows
         data = in_dtype(of_spare_rows(batch) if runs_spare else batch, pair.dtype).data
         with torch.no_grad(), autocast(pair.precision, self._division.device):
@@ -290,11 +292,20 @@ class WholeModel:
         self.doubt(found, pair.randomness is not None)
         return found
 
-    def _look_at_norms(self, pair: Pair) -> None:
-        """Before a model evaluates parts of batches for the first time: what depends on them."""
-        if self._division.divides and not pair.evaluates:
-            check_evaluation(pair.model, pair.randomness is not None)
-            pair.evaluates = True
+
+def look_at_norms(pair: Pair) -> None:
+    """Before a model evaluates a part of a batch: refuse what depends on the part, or warn of it.
+
+    Each time: who adapts a model to new data drops its statistics between two evaluations.
+
+    Args:
+        pair: The model's.
+
+    Raises:
+        UserError: The training is deterministic.
+    """
+    if not pair.norms_told:
+        pair.norms_told = check_evaluation(pair.model, pair.randomness is not None)
 
 
 def _look_at_own(pair: Pair, batch: Batch) -> tuple[Any, WeightedLoss]:

@@ -73,7 +73,7 @@ class Pair:
     synchronized: bool = False  # its BatchNorm is one over the global batch
     passes: int = 0
     is_compared: bool = False  # its buffers, after the first update
-    evaluates: bool = False  # whether its norms may evaluate parts of batches
+    norms_told: bool = False  # whether it was said that figures depend on parts of batches
     comparisons: Comparisons = field(default_factory=Comparisons)
     looks_from_first: bool | None = None  # at a loss of the model's own: what all its layers tell
     reports_norm: bool = False  # whether the norm of each update's gradients is a figure

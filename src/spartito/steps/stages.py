@@ -35,7 +35,14 @@ from spartito.pipeline.messages import Messages, connect, connect_devices
 from spartito.pipeline.model import PipedModel
 from spartito.pipeline.schedules import Shape
 from spartito.pipeline.split import Start
-from spartito.steps.computation import Evaluated, WholeModel, no_rows, of_spare_rows, without_loss
+from spartito.steps.computation import (
+    Evaluated,
+    WholeModel,
+    look_at_norms,
+    no_rows,
+    of_spare_rows,
+    without_loss,
+)
 from spartito.steps.groups import AXIS, LAYERS
 from spartito.steps.parts import Exchange, Prepared, Settings, State
 from spartito.steps.prepared import Pair, tensors_of
@@ -407,6 +414,7 @@ class Pipelines:
 
     def evaluate(self, pair: Pair, batch: Batch, loss: LossFunction | None) -> Evaluated:
         """As `Computation.evaluate`."""
+        self._look_at_norms(pair)
         passes = self._ready(pair, batch, loss is not None)
         if not batch.size:
             return 0.0, 0.0, None
@@ -417,6 +425,7 @@ class Pipelines:
 
     def predict(self, pair: Pair, batch: Batch, has_loss: bool) -> Any:
         """As `Computation.predict`."""
+        self._look_at_norms(pair)
         shown = of_spare_rows(batch)
         passes = self._ready(pair, shown, has_loss)
         loss = nothing if has_loss else None  # it tells how the model is called
@@ -426,6 +435,10 @@ class Pipelines:
         if not batch.size:
             output = no_rows(output)
         return output if has_loss else without_loss(output)
+
+    def _look_at_norms(self, pair: Pair) -> None:
+        if self._team.divides or self.shape.microbatches > 1:
+            look_at_norms(pair)
 
     def by_hand(self, call: str) -> WholeModel:
         """As `Computation.by_hand`: a task alone has no whole model."""
