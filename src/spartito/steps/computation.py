@@ -24,10 +24,8 @@ from spartito.engine.loss import (
     in_dtype,
     look,
     look_at_own,
-    needs_all,
     weigh,
 )
-from spartito.engine.loss_halves import doubt
 from spartito.engine.precision import autocast
 from spartito.engine.randomness import RandomnessForbidden, replaying
 from spartito.errors import UserError
@@ -159,9 +157,7 @@ class WholeModel:
             else:
                 output = self._output(pair, batch.data, True)
                 found = look(loss, output, batch)
-                if self._division.divides:
-                    found = pair.comparisons.look(loss, output, batch, found)
-        self.doubt(found, pair.randomness is not None)
+            found = self.looked_at(pair, loss, output, batch, found)
         if not has_rows:  # others may have waited for this pass; it counts for nothing
             return 0.0, 0.0, None
         return found.total, found.weight, output
@@ -272,25 +268,40 @@ class WholeModel:
         alone = not self._division.several and isinstance(found.weight, float | int)
         return (float(found.weight) if alone else 0.0) or self._division.divisor(batch)
 
-    def doubt(self, found: WeightedLoss, deterministic: bool) -> None:
-        """Refuse a loss of which the parts make no exact mean, or say so.
+    def looked_at(
+        self,
+        pair: Pair,
+        loss: LossFunction | None,
+        output: Any,
+        batch: Batch,
+        found: WeightedLoss,
+        deterministic: bool | None = None,
+    ) -> WeightedLoss:
+        """``found``, unless parts of batches make no exact mean: that is refused, or said.
 
         Args:
+            pair: Of whose training it is.
+            loss: The user's function, if it is known.
+            output: The model's.
+            batch: Of which it is.
             found: Of this task's rows.
-            deterministic: Whether numbers are to be those of one device.
+            deterministic: Whether numbers are to be those of one device; None: as of the pair.
+
+        Raises:
+            UserError: It is deterministic.
         """
-        if found.doubt and self._division.divides:
-            doubt(found.doubt, deterministic)
+        if self._division.divides:
+            found = pair.comparisons.look(loss, output, batch, found)
+            if deterministic is None:
+                deterministic = pair.randomness is not None
+            pair.comparisons.tell(found, deterministic)
+        return found
 
     def _weigh(
         self, pair: Pair, loss: LossFunction | None, output: Any, given: Any, batch: Batch
     ) -> WeightedLoss:
         """The sum and weight of what ``loss`` said of ``output``."""
-        found = weigh(given, batch)
-        if self._division.divides:
-            found = pair.comparisons.look(loss, output, batch, found)
-        self.doubt(found, pair.randomness is not None)
-        return found
+        return self.looked_at(pair, loss, output, batch, weigh(given, batch))
 
 
 def look_at_norms(pair: Pair) -> None:
@@ -309,17 +320,18 @@ def look_at_norms(pair: Pair) -> None:
 
 
 def _look_at_own(pair: Pair, batch: Batch) -> tuple[Any, WeightedLoss]:
-    """The output and the loss of a model that computes it, which may tell no divisor.
+    """The output and the loss of a model that computes it.
 
-    So it is asked once with the graph of all layers, which costs memory, and then only where
-    that told something.
+    A graph that begins at a loss of torch's tells what that was divided by. Plain arithmetic has
+    none, so then the graph of all layers is kept, which costs memory: of each batch from there on,
+    as what one without padding is divided by says nothing of the next. Where there is no graph
+    even so, that is what its doubt says.
     """
     output, found = look_at_own(pair.model, batch, pair.looks_from_first or False)
-    if pair.looks_from_first is None:
-        pair.looks_from_first = needs_all(pair.model, batch, output, found)
-        if pair.looks_from_first:
-            with listening(None):  # it has reported its figures
-                return look_at_own(pair.model, batch, from_first=True)
+    if found.is_guess and pair.looks_from_first is None:
+        with listening(None):  # it has reported its figures
+            output, found = look_at_own(pair.model, batch, from_first=True)
+        pair.looks_from_first = found.value.requires_grad
     return output, found
 
 

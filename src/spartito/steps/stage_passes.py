@@ -30,10 +30,11 @@ from spartito.engine.loss import (
     forward,
     in_dtype,
     look,
+    mapped,
     weigh,
+    weigh_own,
 )
 from spartito.engine.loss_graph import BeginAtLosses
-from spartito.engine.loss_halves import doubt
 from spartito.engine.precision import autocast
 from spartito.engine.randomness import RandomnessForbidden
 from spartito.engine.step_context import StepContext, current, within
@@ -94,12 +95,11 @@ class StagePasses:
         least = 2 if any(norm.training for norm in norms) else 1
         return divided(in_dtype(batch, self.pair.dtype), count, least)
 
-    def call(self, part: Batch, has_loss: bool) -> Callable[[], Any]:
-        """What makes the forward pass of a microbatch."""
+    def call(self, part: Batch, has_loss: bool, looks: bool = False) -> Callable[[], Any]:
+        """What makes the forward pass of a microbatch; ``looks`` at a loss in it, if need be."""
         pair = self.pair
 
         def call() -> Any:
-            looks = not has_loss and not torch.is_grad_enabled()
             begins = BeginAtLosses(part.size) if looks else nullcontext()
             reports = of_rows(part.size)
             with _uncompiled(), autocast(pair.precision, self.device), begins, reports:
@@ -135,6 +135,7 @@ class StagePasses:
             found = self._loss(loss, output, parts[number])
             if not found.value.requires_grad:
                 raise no_gradient()
+            self._tell(found)
             sums.add(found)
             outputs.append(rows(output, Tensor.detach))
             if not found.counts:
@@ -160,15 +161,19 @@ class StagePasses:
             output is like.
         """
         parts, outputs = self.cut_up(batch), []
-        sums = _Sums()
+        sums, is_own = _Sums(), has_loss and loss is None
 
         def finish(number: int, output: Any) -> None:
-            outputs.append(output)
+            outputs.append(mapped(output, Tensor.detach) if is_own else output)
             if has_loss:
-                sums.add(self._loss(loss, output, parts[number]))
+                found = self._loss(loss, output, parts[number])
+                self._tell(found)
+                sums.add(found)
 
-        with torch.no_grad():
-            microbatches = self._microbatches(parts, loss is not None)
+        # The graph of a model's own loss tells what that is divided by. Which kinds of loss do
+        # without is known in the last stage alone, and all have to go one way.
+        with torch.set_grad_enabled(is_own):
+            microbatches = self._microbatches(parts, loss is not None, looks=is_own)
             shape = replace(self.shape, microbatches=len(parts))
             order = schedules.passing(shape, self.position)
             pass_through(order, microbatches, messages, finish)
@@ -230,24 +235,28 @@ class StagePasses:
         is_exact = self.pair.randomness is not None
         trains = torch.is_grad_enabled()
         with autocast(self.pair.precision, self.device), of_rows(part.size):
-            if loss is not None and not trains:
+            if loss is None:
+                found = weigh_own(output, part)
+            elif not trains:
                 found = look(loss, output, part)
             else:
                 with RandomnessForbidden() if is_exact and trains else nullcontext():
                     given = evaluate_loss(loss, output, part)
                 found = weigh(given, part)
-            found = self.pair.comparisons.look(loss, output, part, found)
-        if found.doubt:
-            doubt(found.doubt, is_exact)
-        return found
+            return self.pair.comparisons.look(loss, output, part, found)
 
-    def _microbatches(self, parts: Sequence[Batch], has_loss: bool) -> list[Microbatch]:
+    def _tell(self, found: WeightedLoss) -> None:
+        self.pair.comparisons.tell(found, self.pair.randomness is not None)
+
+    def _microbatches(
+        self, parts: Sequence[Batch], has_loss: bool, looks: bool = False
+    ) -> list[Microbatch]:
         settings, randomness, context = self.piped.settings(), self.pair.randomness, current()
         made = []
         for part in parts:
-            call = self.call(part, has_loss)
+            call = self.call(part, has_loss, looks)
             with within(None):  # nothing in it draws for a batch
-                cut = self.piped.cut(call, part.data, settings, has_loss)
+                cut = self.piped.cut(call, part.data, settings, has_loss, looks)
             keys = None
             if context is not None and randomness is not None:
                 keys = Keys(partial(_context_of, part, context), randomness.skip)
