@@ -101,19 +101,16 @@ class Comparisons:
             return structs.replace(found, doubt="", is_guess=False)
         return found
 
-    def tell(self, found: WeightedLoss, deterministic: bool) -> None:
+    def tell(self, what: str, deterministic: bool) -> None:
         """Refuse a loss whose parts make no exact mean, or warn of it once in this training.
 
         Args:
-            found: As `look` returned it.
+            what: `WeightedLoss.doubt` of what `look` returned.
             deterministic: Whether the training is to equal that of one device.
 
         Raises:
             UserError: It is deterministic.
         """
-        what = found.doubt
-        if not what:
-            return
         if deterministic:
             raise UserError(
                 f"{what}: each replica computes it of its own part of the batch", ADVICE

@@ -292,9 +292,9 @@ class WholeModel:
         """
         if self._division.divides:
             found = pair.comparisons.look(loss, output, batch, found)
-            if deterministic is None:
-                deterministic = pair.randomness is not None
-            pair.comparisons.tell(found, deterministic)
+            if found.doubt:
+                refuses = pair.randomness is not None if deterministic is None else deterministic
+                pair.comparisons.tell(found.doubt, refuses)
         return found
 
     def _weigh(

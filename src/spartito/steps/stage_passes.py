@@ -127,7 +127,7 @@ class StagePasses:
         Returns:
             Output, sum of losses and weight; those of the last stage, nothing in others.
         """
-        parts, outputs, sums = self.cut_up(batch), [], _Sums()
+        parts, outputs, sums = self.cut_up(batch), [], Sums()
         randomness = self.pair.randomness
         drawn = randomness.made if randomness is not None else 0
 
@@ -153,31 +153,32 @@ class StagePasses:
 
     def look(
         self, batch: Batch, loss: LossFunction | None, has_loss: bool, messages: Messages
-    ) -> tuple[Any, Number, Number, Any]:
+    ) -> tuple[Any, Sums, Any]:
         """Forward passes of a batch, and its loss where there is a function or the model's own.
 
+        With the graphs of all layers where `Pair.looks_from_first` says so: all tasks go one way.
+
         Returns:
-            Output (None but in the last stage), sum of losses and weight there, and what the
-            output is like.
+            Output (None but in the last stage), losses there, and what the output is like.
         """
         parts, outputs = self.cut_up(batch), []
-        sums, is_own = _Sums(), has_loss and loss is None
+        sums, is_own = Sums(), has_loss and loss is None
+        from_first = is_own and bool(self.pair.looks_from_first)
 
         def finish(number: int, output: Any) -> None:
-            outputs.append(mapped(output, Tensor.detach) if is_own else output)
+            outputs.append(mapped(output, Tensor.detach) if from_first else output)
             if has_loss:
                 found = self._loss(loss, output, parts[number])
-                self._tell(found)
                 sums.add(found)
+                if not (found.is_guess and is_own and self.pair.looks_from_first is None):
+                    self._tell(found)
 
-        # The graph of a model's own loss tells what that is divided by. Which kinds of loss do
-        # without is known in the last stage alone, and all have to go one way.
-        with torch.set_grad_enabled(is_own):
+        with torch.set_grad_enabled(from_first):
             microbatches = self._microbatches(parts, loss is not None, looks=is_own)
             shape = replace(self.shape, microbatches=len(parts))
             order = schedules.passing(shape, self.position)
             pass_through(order, microbatches, messages, finish)
-        return _whole(outputs, parts), sums.loss, sums.weight, microbatches[0].cut.program.output
+        return _whole(outputs, parts), sums, microbatches[0].cut.program.output
 
     def tied_sums(
         self, grads: Mapping[str, Tensor | None], messages: Messages
@@ -246,7 +247,8 @@ class StagePasses:
             return self.pair.comparisons.look(loss, output, part, found)
 
     def _tell(self, found: WeightedLoss) -> None:
-        self.pair.comparisons.tell(found, self.pair.randomness is not None)
+        if found.doubt:
+            self.pair.comparisons.tell(found.doubt, self.pair.randomness is not None)
 
     def _microbatches(
         self, parts: Sequence[Batch], has_loss: bool, looks: bool = False
@@ -338,18 +340,20 @@ def _uncompiled() -> AbstractContextManager[None]:
     return made
 
 
-class _Sums:
-    """Losses and weights of microbatches."""
+class Sums:
+    """Losses and weights of microbatches, and whether one is a guess (`WeightedLoss`)."""
 
     def __init__(self) -> None:
         self.loss: Number = 0.0
         self.weight: Number = 0.0
+        self.is_guess = False
 
     @torch.no_grad()
     def add(self, found: WeightedLoss) -> None:
         """Those of one more."""
         self.loss = added(self.loss, found.total)
         self.weight = added(self.weight, found.weight)
+        self.is_guess |= found.is_guess
 
 
 def _whole(outputs: Sequence[Any], parts: Sequence[Batch]) -> Any:

@@ -23,6 +23,7 @@ from spartito.data.batch import Batch
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.gradients import LocalGradients, Weighed
 from spartito.engine.host_reads import Number
+from spartito.engine.logged import listening
 from spartito.engine.loss import LossFunction
 from spartito.engine.meta_models import is_unmade, make_buffers, make_parameters
 from spartito.engine.optimizers import check_undivided, unwrap
@@ -419,8 +420,13 @@ class Pipelines:
         if not batch.size:
             return 0.0, 0.0, None
         with telling(self.messages, self._team.job.task):
-            output, *sums, like = passes.look(batch, loss, True, self.messages)
-        total, weight = self._of_last_stage(*sums)
+            output, sums, like = passes.look(batch, loss, True, self.messages)
+            if loss is None and pair.looks_from_first is None:
+                pair.looks_from_first = self._is_so_for_one(sums.is_guess)
+                if pair.looks_from_first:
+                    with listening(None):  # it has reported its figures
+                        output, sums, like = passes.look(batch, loss, True, self.messages)
+        total, weight = self._of_last_stage(sums.loss, sums.weight)
         return total, weight, told(self._line, output, like, self._last, self._team.device)
 
     def predict(self, pair: Pair, batch: Batch, has_loss: bool) -> Any:
@@ -430,11 +436,15 @@ class Pipelines:
         passes = self._ready(pair, shown, has_loss)
         loss = nothing if has_loss else None  # it tells how the model is called
         with telling(self.messages, self._team.job.task):
-            output, *_, like = passes.look(shown, loss, False, self.messages)
+            output, _, like = passes.look(shown, loss, False, self.messages)
         output = told(self._line, output, like, self._last, self._team.device)
         if not batch.size:
             output = no_rows(output)
         return output if has_loss else without_loss(output)
+
+    def _is_so_for_one(self, found: bool) -> bool:
+        """Whether it is so for a task of this pipeline; all of it ask."""
+        return bool(self._line.all_reduce(torch.tensor([float(found)])).item())
 
     def _look_at_norms(self, pair: Pair) -> None:
         if self._team.divides or self.shape.microbatches > 1:
