@@ -447,6 +447,22 @@ def two_trainings(each: str) -> list[list[str]]:
     return found
 
 
+@warns("a loss that ")
+def two_loops(each: str) -> list[list[str]]:
+    """The same, in loops of one's own with one strategy."""
+    found = []
+    with make_strategy("mirrored") as strategy:
+        for _ in range(2):
+            model = net()
+            model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.3))
+            with listening() as said:
+                for batch in strategy.distribute(sp.data.arrays(*labelled()).batch(BATCH)):
+                    strategy.backward(DOUBTFUL[each](model(batch.x), batch.y), batch)
+                    strategy.update(optimizer)
+            found.append(said)
+    return found
+
+
 class Padded(nn.Module):
     """Computes its loss by plain arithmetic: over what a mask leaves, where it leaves out any."""
 

@@ -102,8 +102,9 @@ def test_what_a_good_loss_has_told_is_not_about_the_next(replicas: Replicas, how
 
 
 def test_each_training_is_told_of_its_loss(replicas: Replicas) -> None:
-    for of_each in replicas(jobs.two_trainings, 2, "contrastive"):
-        assert [len(said) for said in of_each] == [1, 1]
+    for job in (jobs.two_trainings, jobs.two_loops):
+        for of_each in replicas(job, 2, "contrastive"):
+            assert [len(said) for said in of_each] == [1, 1]
 
 
 PADDED = [
