@@ -14,13 +14,13 @@ from torch.nn import functional
 from spartito.data.batch import Batch
 from spartito.engine.autograd_graph import compares_rows
 from spartito.engine.loss import WeightedLoss, look, look_at_own, weigh
-from spartito.engine.loss_halves import Comparisons
+from spartito.engine.loss_halves import Comparisons, makers_of
 from spartito.engine.loss_means import (
     COMPARES,
     NORMALIZED,
     NOT_A_MEAN,
     SEVERAL,
-    _all_equal,
+    UNTOLD,
     divisor,
 )
 
@@ -212,7 +212,8 @@ def test_halves_end_a_guess_for_good_and_find_what_the_graph_hides() -> None:
     assert read(opaque).is_guess
     for _ in range(5):
         assert not compare(comparisons, opaque).doubt
-    assert comparisons == Comparisons(0, True)
+    known = comparisons._of(opaque)
+    assert (known.left, known.agreed) == (0, True)
     for loss in (
         lambda o, y: apply(o[y != -100]),
         lambda o, y: (each(o, y) * (each(o, y) / each(o, y).max()).detach()).mean(),
@@ -276,14 +277,104 @@ def test_a_loss_that_compares_examples_is_seen_after_many_that_do_not() -> None:
     assert found.doubt == COMPARES
 
 
-def test_means_over_different_counts_are_seen_after_many_over_one() -> None:
-    """On a device, where not each loss is looked at: a process may train one model after another.
+SAME, OTHER = (torch.tensor(7.0), torch.tensor(7.0)), (torch.tensor(7.0), torch.tensor(9.0))
+"""Torch has no device for this that has numbers; they are taken for a device's."""
 
-    Torch has no device for this that has numbers; they are taken for a device's.
-    """
-    same, other = torch.tensor(7.0), torch.tensor(9.0)
-    assert all(_all_equal([same, same]) for _ in range(100))
-    assert not all(_all_equal([same, other]) for _ in range(64))
+
+def seen(comparisons: Comparisons, *each: tuple[Tensor, Tensor], loss: Any = None) -> list[str]:
+    """The doubts of losses of which each has such numbers on a device, as of one step."""
+    found = [WeightedLoss(torch.ones(()), 1.0, 7.0, apart=numbers) for numbers in each]
+    o, y = scores(), labels()
+    return [comparisons.look(loss, o, batch(o, y), one).doubt for one in found]
+
+
+def test_numbers_of_a_device_are_told_apart() -> None:
+    o, y = scores(), labels()
+    found = weigh(ce(o.flatten(0, 1), y.flatten()) + ce(o[:, 0], y[:, 0]), batch(o, y))
+    assert (found.doubt, found.apart) == (SEVERAL, ())  # the host knows them
+
+
+def test_means_over_different_counts_are_seen_after_many_over_one() -> None:
+    """On a device, where not each loss is looked at: in each training, and of any number a step."""
+    comparisons = Comparisons()
+    for _ in range(100):
+        assert seen(comparisons, SAME) == [""]
+    assert seen(Comparisons(), OTHER) == [SEVERAL]  # that of another model
+    for count in (1, 2, 3, 4, 64):
+        for bad in (0, count - 1):
+            step = [OTHER if number == bad else SAME for number in range(count)]
+            assert any(SEVERAL in seen(comparisons, *step) for _ in range(61))
+
+
+def test_numbers_of_another_loss_are_looked_at_from_its_first_step() -> None:
+    comparisons = Comparisons()
+    for _ in range(100):
+        seen(comparisons, SAME, loss=beside_a_teacher)
+    assert seen(comparisons, OTHER, loss=each) == [SEVERAL]
+
+
+def given(loss: Any, scale: float = 1.0) -> Any:
+    """A loss that each step makes a function of its own of."""
+    return lambda o, y: loss(o, y) * scale
+
+
+def logsumexp(o: Tensor, y: Tensor) -> Any:
+    return apply(o) if len(o) == SIZE else apply(o) * 3
+
+
+def test_what_one_loss_has_told_is_not_about_another() -> None:
+    comparisons = Comparisons()
+
+    def opaque(o: Tensor, y: Tensor) -> Any:
+        return apply(o)
+
+    def doubt(loss: Any) -> str:
+        o, y = scores(), labels()
+        return comparisons.look(loss, o, batch(o, y), weigh(loss(o, y), batch(o, y))).doubt
+
+    for number in range(5):
+        assert not doubt(given(opaque, number + 1.0))
+    assert comparisons._of(given(opaque)).left == 0  # it is one loss
+    for bad in (given(logsumexp), logsumexp, partial(given(logsumexp))):
+        assert doubt(bad)
+        assert not doubt(given(opaque))
+
+
+class _Means:
+    def one(self, o: Tensor, y: Tensor) -> Any:
+        return apply(o)
+
+
+def test_what_tells_one_loss_from_another() -> None:
+    one, other = _Means(), _Means()
+    named: Any = lambda name: lambda o, y: name  # noqa: E731
+
+    def empty(is_there: bool) -> Any:
+        if is_there:
+            there = 1
+        return lambda o, y: there
+
+    for first, second in (
+        (one.one, one.one), (given(one.one), given(one.one)), (partial(ce), partial(ce)),
+        (named("".join("ab")), named("".join("ab"))), (empty(False), empty(False)),
+    ):  # fmt: skip
+        assert makers_of(first) == makers_of(second) or first == second
+    for first, second in (
+        (one.one, other.one), (given(ce), given(each)), (one, other),
+        (named("a"), named("b")), (partial(given, ce), partial(given, each)), (ce, each),
+    ):  # fmt: skip
+        assert makers_of(first) != makers_of(second)
+
+
+def test_a_loss_of_the_models_own_without_a_graph_is_a_guess() -> None:
+    class Detached(nn.Module):
+        def forward(self, o: Tensor, y: Tensor) -> Tensor:
+            return each(o, y).mean().detach()
+
+    given = batch(scores(), labels())
+    for from_first in (False, True):
+        found = look_at_own(Detached(), given, from_first)[1]
+        assert (found.doubt, found.is_guess) == (UNTOLD, True)
 
 
 class _Along(torch.autograd.Function):

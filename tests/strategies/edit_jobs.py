@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import spartito as sp
-from spartito.engine import gradient_edits
 from spartito.notes import logger
 from tests.replicas import warns
 
@@ -115,7 +114,6 @@ def loop(
     """The parameters of a loop, and what was said to it."""
     net, optimizer, x, y = made()
     said, changes = Said(), (CHANGES | EXACT)[change]
-    gradient_edits._say.cache_clear()  # a new process, as far as this is concerned
     with sp.strategy(name, **options) as strategy:
         model, _ = strategy.prepare(net, optimizer, deterministic=deterministic)
         if where == "hook":
@@ -150,6 +148,12 @@ class Said(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+
+
+@warns(SAID)
+def two_trainings() -> list[list[str]]:
+    """What is said in each of two trainings, one after the other."""
+    return [loop("mirrored", {}, "noise", "after")[1] for _ in range(2)]
 
 
 def two_models(edits_waiting: bool) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,8 @@ from torch.nn import functional
 
 import spartito as sp
 from spartito.errors import TaskLostError, UserError
+from spartito.notes import logger
+from tests.replicas import warns
 from tests.strategies.jobs import make_strategy, weights
 
 EXAMPLES, BATCH, TOKENS, FEATURES, CLASSES = 17, 6, 3, 5, 4
@@ -378,6 +382,120 @@ def refusals(name: str, how: str, each: str) -> str:
     return "nothing was said"
 
 
+def after_a_good_loss(how: str) -> str:
+    """What is said of a loss that nobody sees into, after another whose halves agreed."""
+
+    def good(o: Tensor, y: Tensor) -> Tensor:
+        found: Tensor = opaque(o[:, 0], y[:, 0].clamp(0))
+        return found
+
+    strategy, model, bad = make_strategy("mirrored"), net(), DOUBTFUL["opaque"]
+    data, optimizer = sp.data.arrays(*labelled()).batch(BATCH), torch.optim.SGD(model.parameters())
+    try:
+        if how == "step":
+            strategy.prepare(model, optimizer, deterministic=True)
+            for loss in (good, bad):
+                for batch in strategy.distribute(data):
+                    strategy.step(batch, loss)
+        else:
+            trainer = sp.Trainer(
+                model, optimizer=optimizer, loss=good, strategy=strategy, deterministic=True
+            )
+            trainer.fit(data, verbose=0)
+            trainer.loss = bad
+            trainer.evaluate(data)
+    except (UserError, TaskLostError) as error:
+        return str(error)
+    finally:
+        strategy.close()
+    return "nothing was said"
+
+
+class Said(logging.Handler):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    said = Said()
+    logger.addHandler(said)
+    try:
+        yield said.lines
+    finally:
+        logger.removeHandler(said)
+
+
+@warns("a loss that ")
+def two_trainings(each: str) -> list[list[str]]:
+    """What is said in each of two trainings with a doubtful loss, one after the other."""
+    found = []
+    for _ in range(2):
+        strategy, model = make_strategy("mirrored"), net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.3)
+        trainer = sp.Trainer(model, optimizer=optimizer, loss=DOUBTFUL[each], strategy=strategy)
+        with listening() as said:
+            trainer.fit(sp.data.arrays(*labelled()).batch(BATCH), epochs=2, verbose=0)
+        found.append(said)
+        strategy.close()
+    return found
+
+
+@warns("a loss that ")
+def two_loops(each: str) -> list[list[str]]:
+    """The same, in loops of one's own with one strategy."""
+    found = []
+    with make_strategy("mirrored") as strategy:
+        for _ in range(2):
+            model = net()
+            model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.3))
+            with listening() as said:
+                for batch in strategy.distribute(sp.data.arrays(*labelled()).batch(BATCH)):
+                    strategy.backward(DOUBTFUL[each](model(batch.x), batch.y), batch)
+                    strategy.update(optimizer)
+            found.append(said)
+    return found
+
+
+class Padded(nn.Module):
+    """Computes its loss by plain arithmetic: over what a mask leaves, where it leaves out any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(1, 1), nn.Linear(1, 1)
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+
+    def forward(self, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        each = (self.second(self.first(x)) - 1).square()[:, 0]
+        if bool(mask.all()):
+            return {"loss": each.mean()}
+        return {"loss": (each * mask).sum() / mask.sum()}
+
+
+def padded() -> list[tuple[Tensor, Tensor]]:
+    """Batches without and with padding, which one replica has more of."""
+    x = torch.arange(8.0).double()[:, None]
+    return [(x, torch.ones(8).double()), (x, torch.tensor([1.0, 1, 1, 1, 1, 0, 1, 0]).double())]
+
+
+def evaluate_padded(name: str, options: dict[str, Any]) -> list[float]:
+    """The figures of evaluations one after the other."""
+    strategy, model = make_strategy(name, **options), Padded().double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    trainer = sp.Trainer(model, optimizer=optimizer, strategy=strategy, deterministic=True)
+    data = [sp.data.arrays({"x": x, "mask": mask}).batch(8) for x, mask in padded()]
+    found = [trainer.evaluate(each)["loss"] for each in data]
+    strategy.close()
+    return found
+
+
 class OwnLoss(nn.Module):
     """A model with its loss, as those of Transformers."""
 
@@ -388,6 +506,30 @@ class OwnLoss(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         output = self.net(x)
         return {"loss": self.loss(output, y), "output": output}
+
+
+class Detached(OwnLoss):
+    """A model that tells nobody what its loss comes of."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        output = super().forward(x, y)
+        return {"loss": output["loss"].detach()}
+
+
+@warns("a loss of the model's own without a graph")
+def evaluate_detached(name: str, options: dict[str, Any], deterministic: bool) -> list[str]:
+    """What is said where nothing tells what a loss is divided by."""
+    strategy, model = make_strategy(name, **options), Detached(COUNTED["masked"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.3)
+    trainer = sp.Trainer(model, optimizer=optimizer, strategy=strategy, deterministic=deterministic)
+    with listening() as said:
+        try:
+            trainer.evaluate(sp.data.arrays(*labelled()).batch(BATCH))
+        except (UserError, TaskLostError) as error:
+            return [str(error)]
+        finally:
+            strategy.close()
+    return said
 
 
 def fit_own(name: str, options: dict[str, Any], names: list[str]) -> Any:

@@ -120,16 +120,25 @@ def by_strategy(
     return {"weights": weights(unwrap(made.model)), "loss": losses, "scale": scale}
 
 
-def evaluation_refused(name: str, options: dict[str, Any], deterministic: bool) -> str:
-    """What is said against evaluating a norm that has no running statistics."""
+def evaluation_refused(
+    name: str, options: dict[str, Any], deterministic: bool, dropped: bool = False
+) -> str:
+    """What is said against evaluating a norm that has no running statistics.
+
+    ``dropped``: not any more, after another evaluation.
+    """
     strategy = sp.strategy(name, **options)
     x, y = data(torch.float64)
-    net = nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9, track_running_stats=False)).double()
+    norm = nn.BatchNorm1d(9, track_running_stats=dropped)
+    net = nn.Sequential(nn.Linear(5, 9), norm).double()
     trainer = sp.Trainer(
         net, optimizer=torch.optim.SGD(net.parameters(), 0.1), loss=nn.CrossEntropyLoss(),
         strategy=strategy, deterministic=deterministic,
     )  # fmt: skip
     try:
+        if dropped:
+            trainer.evaluate(sp.data.arrays(x, y).batch(BATCH))
+            norm.track_running_stats, norm.running_mean, norm.running_var = False, None, None
         trainer.evaluate(sp.data.arrays(x, y).batch(BATCH))
     except sp.UserError as error:
         return str(error)

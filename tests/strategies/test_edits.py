@@ -55,6 +55,11 @@ def test_every_change_is_told_once(replicas: Replicas, change: str, deterministi
         assert "beside strategy.backward(), by another backward() or by hand" in text
 
 
+def test_each_training_is_told(replicas: Replicas) -> None:
+    for of_each in replicas(jobs.two_trainings, 2):
+        assert [len(said) for said in of_each] == [1, 1]
+
+
 @pytest.mark.parametrize("given", BOTH, ids=lambda given: given[0])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_pass_before_is_told_too(replicas: Replicas, given: Given, deterministic: bool) -> None:

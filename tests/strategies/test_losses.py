@@ -66,8 +66,6 @@ def test_models_with_their_own_loss(replicas: Replicas) -> None:
     names = [name for name in NAMES if name != "each"]
     for result in replicas(jobs.fit_own, 2, "mirrored", {}, names):
         for loss in names:
-            if loss in ("masked", "filled", "chosen", "sum_by_count", *SUMS):
-                del result[loss]["loss"]
             same(result[loss], loss)
 
 
@@ -95,3 +93,48 @@ def test_what_no_parts_make_is_refused(replicas: Replicas, loss: str, how: str) 
 @pytest.mark.parametrize("loss", DOUBTFUL)
 def test_one_device_refuses_no_loss(replicas: Replicas, loss: str) -> None:
     assert replicas(jobs.refusals, 1, "one_device", "loop", loss) == ["nothing was said"]
+
+
+@pytest.mark.parametrize("how", ["step", "fit"])
+def test_what_a_good_loss_has_told_is_not_about_the_next(replicas: Replicas, how: str) -> None:
+    said = replicas(jobs.after_a_good_loss, 2, how)
+    assert any(each.startswith("a loss made by Opaque") for each in said), said
+
+
+def test_each_training_is_told_of_its_loss(replicas: Replicas) -> None:
+    for job in (jobs.two_trainings, jobs.two_loops):
+        for of_each in replicas(job, 2, "contrastive"):
+            assert [len(said) for said in of_each] == [1, 1]
+
+
+PADDED = [
+    ("mirrored", 2, {}),
+    ("sharded", 2, {}),
+    ("mesh", 2, {"mesh": {"data": 2}}),
+    ("local_sgd", 2, {"every": 1}),
+    ("pipeline", 1, {"stages": 1, "microbatches": 1}),
+    ("pipeline", 2, {"stages": 1, "microbatches": 4}),
+    ("pipeline", 2, {"stages": 2, "microbatches": 2, "split": ["second"]}),
+    ("pipeline", 4, {"stages": 2, "microbatches": 2, "split": ["second"]}),
+]
+
+
+@pytest.mark.parametrize(("name", "count", "options"), PADDED, ids=lambda value: str(value)[:40])
+def test_an_evaluation_of_a_models_own_loss_counts_what_each_batch_leaves(
+    replicas: Replicas, name: str, count: int, options: dict[str, Any]
+) -> None:
+    model = jobs.Padded().double()
+    expected = [model(x, mask)["loss"].item() for x, mask in jobs.padded()]
+    for found in replicas(jobs.evaluate_padded, count, name, options):
+        assert found == pytest.approx(expected, abs=EXACT)
+
+
+@pytest.mark.parametrize("name", ["mirrored", "pipeline"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_loss_of_which_nothing_tells_its_divisor_is_no_figure(
+    replicas: Replicas, name: str, deterministic: bool
+) -> None:
+    options = {"stages": 1} if name == "pipeline" else {}
+    of_all = replicas(jobs.evaluate_detached, 2, name, options, deterministic)
+    said = [line for lines in of_all for line in lines if line.startswith("a loss of the model's")]
+    assert bool(said) if deterministic else len(said) == 2

@@ -94,6 +94,13 @@ def test_errors_name_the_call_that_was_made(tmp_path: Path, call: str) -> None:
         assert strategy.state_dict()["model"].keys() == {"weight", "bias"}
 
 
+def test_a_backward_pass_before_prepare_is_refused() -> None:
+    strategy, weight = alone(), torch.ones(3, requires_grad=True)
+    batch = next(iter(strategy.distribute(sp.data.arrays(torch.ones(4, 3)).batch(2))))
+    with pytest.raises(UserError, match=r"^backward\(\) before prepare\(\)"):
+        strategy.backward((batch.x * weight).sum(1), batch)
+
+
 def test_a_loop_loads_what_a_trainer_has_saved(tmp_path: Path) -> None:
     strategy = alone()
     net = nn.Linear(3, 2)

@@ -113,7 +113,10 @@ def test_an_overflow_on_one_replica_leaves_the_step_out_on_all(
 def test_a_norm_without_running_statistics_is_not_evaluated_by_rows_of_each_replica(
     replicas: Replicas,
 ) -> None:
-    for said in replicas(jobs.evaluation_refused, 2, "mirrored", {}, True):
-        assert "BatchNorm1d '1' keeps no running statistics" in said
+    stages = {"stages": 2, "microbatches": 2, "split": ["1"]}
+    for name, options in (("mirrored", {}), ("pipeline", stages)):
+        for dropped in (False, True):
+            for said in replicas(jobs.evaluation_refused, 2, name, options, True, dropped):
+                assert "BatchNorm1d '1' keeps no running statistics" in said
     assert replicas(jobs.evaluation_refused, 1, "one_device", {}, True) == [""]
     assert replicas(jobs.evaluation_warned_of, 2) == [True, True]

@@ -39,10 +39,12 @@ class Edits:
 
     Args:
         optimizer: Whose gradients.
-        deterministic: Whether norms are taken in all updates, and not in the first ones alone.
+        deterministic: Whether edits are refused, and norms taken in all updates, not in the first
+            ones alone.
     """
 
     def __init__(self, optimizer: Optimizer, deterministic: bool = False) -> None:
+        self._deterministic, self._said = deterministic, False
         self._norms = -1 if deterministic else FIRST
         self._has_norms = True
         self._left: dict[int, tuple[ref[Tensor], int, str]] = {}
@@ -82,6 +84,30 @@ class Edits:
             if not is_left and (grad.layout != torch.strided or bool(grad.any())):
                 yield parameter
 
+    def tell(self, name: str) -> None:
+        """Refuse an update of gradients that were changed on each replica, or warn of it once.
+
+        Args:
+            name: The user's name of a parameter that has one.
+
+        Raises:
+            UserError: The training is deterministic.
+        """
+        if self._deterministic:
+            raise UserError(
+                f"the gradient of {name!r} was changed beside strategy.backward(), by another "
+                "backward() or by hand: each replica changed its own part of it",
+                ADVICE,
+            )
+        if not self._said:
+            self._said = True
+            warn(
+                "gradients were changed beside strategy.backward(), by another backward() or by "
+                "hand: each replica changed its own part of them. All but a fixed factor makes "
+                "other numbers than on one device. %s",
+                ADVICE,
+            )
+
 
 _Found = tuple[nn.Parameter, Tensor, str]
 
@@ -100,35 +126,6 @@ def _with_norms(parameters: Iterable[nn.Parameter]) -> list[_Found]:
         (p, g, str(next(norms).item()) if g.is_cpu and g.layout == torch.strided else "")
         for p, g in pairs
     ]
-
-
-def tell(name: str, deterministic: bool) -> None:
-    """Refuse an update of gradients that were changed on each replica, or warn of it once.
-
-    Args:
-        name: The user's name of a parameter that has one.
-        deterministic: Whether the training is to equal that of one device.
-
-    Raises:
-        UserError: It is deterministic.
-    """
-    if deterministic:
-        raise UserError(
-            f"the gradient of {name!r} was changed beside strategy.backward(), by another "
-            "backward() or by hand: each replica changed its own part of it",
-            ADVICE,
-        )
-    _say()
-
-
-@cache
-def _say() -> None:
-    warn(
-        "gradients were changed beside strategy.backward(), by another backward() or by hand: each "
-        "replica changed its own part of them. All but a fixed factor makes other numbers than on "
-        "one device. %s",
-        ADVICE,
-    )
 
 
 _of_optimizers: WeakKeyDictionary[Optimizer, Edits] = WeakKeyDictionary()

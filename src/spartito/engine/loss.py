@@ -20,9 +20,8 @@ from spartito.data.batch import Batch
 from spartito.data.collate import leaves, rows
 from spartito.data.placing import known_to_host
 from spartito.engine.host_reads import kept_on_host
-from spartito.engine.logged import listening
 from spartito.engine.loss_graph import BeginAtLosses
-from spartito.engine.loss_means import divisor
+from spartito.engine.loss_means import UNTOLD, divisor
 from spartito.engine.optimizers import takes_batches, unwrap
 from spartito.errors import UserError
 
@@ -36,7 +35,8 @@ class WeightedLoss(msgspec.Struct, frozen=True):
     ``weight`` is what that sum is to be divided by, before those of the other replicas are added.
     It is a number where batch sizes tell it, else a 0-d tensor on the device, which nobody waits
     for. ``doubt`` says why the losses of several replicas make no exact mean, where they do not,
-    or (``is_guess``) where nobody knows yet.
+    or (``is_guess``) where nobody knows yet. ``apart`` are numbers, some of them on a device, that
+    are to be equal: else the losses make no exact mean either.
     """
 
     value: Tensor
@@ -44,6 +44,7 @@ class WeightedLoss(msgspec.Struct, frozen=True):
     weight: float | Tensor
     doubt: str = ""
     is_guess: bool = False
+    apart: tuple[float | Tensor, ...] = ()
 
     @property
     def counts(self) -> bool:
@@ -291,25 +292,22 @@ def look_at_own(
     """
     with torch.enable_grad() if from_first else BeginAtLosses(batch.size):
         output = forward(model, batch.data, has_loss=False)
-        found = weigh(own_loss(output), batch)
+        found = weigh_own(output, batch)
     return (mapped(output, Tensor.detach) if from_first else output), found
 
 
-def needs_all(model: nn.Module, batch: Batch, output: Any, found: WeightedLoss) -> bool:
-    """Whether the graph of all layers tells of a model's loss what one that begins there hides.
+def weigh_own(output: Any, batch: Batch) -> WeightedLoss:
+    """The loss of a model that computes it; a scalar without a graph is a guess.
 
     Args:
-        model: A model that computes its loss.
-        batch: What it got.
-        output: What it returned without the graph of all layers.
-        found: The loss in it.
+        output: What the model returned.
+        batch: Of which it is.
     """
     loss = own_loss(output)
-    if not isinstance(loss, Tensor) or loss.dim() or (loss.requires_grad and not found.is_guess):
-        return False
-    with torch.enable_grad(), listening(None):
-        loss = own_loss(forward(model, batch.data, has_loss=False))
-        return divisor(loss, batch.size) is not None
+    found = weigh(loss, batch)
+    if not isinstance(loss, Tensor) or loss.dim() or loss.requires_grad:
+        return found
+    return structs.replace(found, doubt=UNTOLD, is_guess=True)
 
 
 def widened(output: Any) -> Any:
@@ -558,11 +556,11 @@ def _weigh_scalar(given: Tensor, batch: Batch) -> WeightedLoss:
     weight = found.weight
     if isinstance(weight, Tensor):
         total = torch.where(weight > 0, given * weight, 0.0)  # a mean over nothing is NaN
-        return WeightedLoss(total, 1.0, weight, found.doubt, found.is_guess)
+        return WeightedLoss(total, 1.0, weight, found.doubt, found.is_guess, found.apart)
     scale = weight + found.added
     if found.added:  # once in all parts of a global batch
         weight += found.added * size / (batch.global_size or size)
-    return WeightedLoss(given, scale, weight, found.doubt, found.is_guess)
+    return WeightedLoss(given, scale, weight, found.doubt, found.is_guess, found.apart)
 
 
 def describe(value: Any) -> str:

@@ -1,12 +1,15 @@
-"""Is a loss a mean that may be computed in parts? Two halves of a batch tell."""
+"""Is a loss a mean that may be computed in parts? Two halves of a batch tell, and its numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from types import CellType, FunctionType
+from functools import partial
+from operator import is_
+from sys import intern
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from spartito.accelerators import generator_states, set_generator_states
 from spartito.data.batch import Batch
 from spartito.engine.logged import listening
 from spartito.engine.loss import LossFunction, WeightedLoss, look, mapped, of_torch
-from spartito.engine.loss_means import ADVICE, COMPARES
+from spartito.engine.loss_means import ADVICE, COMPARES, SEVERAL, all_equal
 from spartito.errors import UserError
 from spartito.notes import warn
 
@@ -25,18 +28,51 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 """By how much of the loss the sum of the halves may differ from the whole: rounding."""
 _LOW_PRECISION = 2e-2
 
+_ALWAYS, _SELDOM = 8, 61
+"""Numbers on a device are compared so often at first, then each so many losses: one waits.
+
+A prime: however many losses a step has, each comes up in its turn.
+"""
+
+_MOST = 4
+"""Losses that a training remembers: those that its steps take in turn."""
+
 
 @dataclass(slots=True)
-class Comparisons:
-    """What halves of the first batches have told of a training's loss.
+class _Known:
+    """What has been found out about one loss.
 
     Attributes:
-        left: So many batches are still compared.
+        makers: Which one it is.
+        left: The halves of so many batches are still compared.
         agreed: Whether the halves of one made the loss of the whole.
+        numbers: How often it had numbers on a device.
     """
 
+    makers: list[object]
     left: int = 3
     agreed: bool = False
+    numbers: int = 0
+
+    def compare_numbers(self, found: WeightedLoss) -> WeightedLoss:
+        """``found`` with a doubt if the numbers of its means differ; not all are looked at."""
+        self.numbers += 1
+        if self.numbers > _ALWAYS and self.numbers % _SELDOM:
+            return found
+        if all_equal(found.apart):
+            return found
+        return structs.replace(found, doubt=SEVERAL, is_guess=False)
+
+
+class Comparisons:
+    """What is known of a training's losses, and what was said of them.
+
+    Of each loss by itself: nothing that another has told is about it.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[_Known] = []
+        self._said: set[str] = set()
 
     def look(
         self, loss: LossFunction | None, output: Any, batch: Batch, found: WeightedLoss
@@ -44,23 +80,91 @@ class Comparisons:
         """``found`` with the doubt that halves of the batch raise, or without one that they end.
 
         Args:
-            loss: The user's function, of which any part can be asked.
+            loss: The user's function, of which any part can be asked; None: nobody knows it.
             output: The model's, for the rows of ``batch``.
             batch: At least two rows, else there is nothing to compare.
             found: The loss of the whole.
         """
+        if found.apart:
+            found = self._of(loss).compare_numbers(found)
         if loss is None or of_torch(loss):
             return found
-        if self.left and (found.is_guess or not found.doubt):
-            self.left -= 1
+        known = self._of(loss)
+        if known.left and (found.is_guess or not found.doubt):
+            known.left -= 1
             agree = compare_halves(loss, output, batch, found)
             if agree is False:
                 doubt = found.doubt or COMPARES
                 return structs.replace(found, doubt=doubt, is_guess=False)
-            self.agreed = self.agreed or agree is True
-        if found.is_guess and self.agreed:
+            known.agreed = known.agreed or agree is True
+        if found.is_guess and known.agreed:
             return structs.replace(found, doubt="", is_guess=False)
         return found
+
+    def tell(self, what: str, deterministic: bool) -> None:
+        """Refuse a loss whose parts make no exact mean, or warn of it once in this training.
+
+        Args:
+            what: `WeightedLoss.doubt` of what `look` returned.
+            deterministic: Whether the training is to equal that of one device.
+
+        Raises:
+            UserError: It is deterministic.
+        """
+        if deterministic:
+            raise UserError(
+                f"{what}: each replica computes it of its own part of the batch", ADVICE
+            )
+        if what not in self._said:
+            self._said.add(what)
+            warn(
+                "%s: each replica computes it of its own part of the batch, so the numbers depend "
+                "on how many replicas there are. %s",
+                what, ADVICE,
+            )  # fmt: skip
+
+    def _of(self, loss: LossFunction | None) -> _Known:
+        """What is known of ``loss``."""
+        makers = makers_of(loss)
+        for known in self._known:
+            if len(known.makers) == len(makers) and all(map(is_, known.makers, makers)):
+                return known
+        known = _Known(makers)
+        self._known = [known, *self._known[: _MOST - 1]]
+        return known
+
+
+def makers_of(loss: Any) -> list[object]:
+    """What tells one loss from another, also where each step makes a function of its own of it.
+
+    So that is the code of a function, with the functions and names that it was given; not numbers
+    and tensors, which may be a step's own.
+    """
+    kind = type(loss)
+    if kind is MethodType:
+        return [loss.__self__, loss.__func__]
+    if kind is partial:
+        return _and_given(makers_of(loss.func), (*loss.args, *loss.keywords.values()))
+    if kind is not FunctionType:
+        return [loss]
+    makers: list[object] = [loss.__code__]
+    if loss.__closure__ is not None:
+        with suppress(ValueError):  # one is empty, and so no part of what was computed
+            _and_given(makers, [cell.cell_contents for cell in loss.__closure__])
+    if loss.__defaults__ is not None:
+        _and_given(makers, loss.__defaults__)
+    if loss.__kwdefaults__ is not None:
+        _and_given(makers, loss.__kwdefaults__.values())
+    return makers
+
+
+def _and_given(makers: list[object], given: Iterable[object]) -> list[object]:
+    for each in given:
+        if callable(each) or each is True or each is False:
+            makers.append(each)
+        elif type(each) is str:
+            makers.append(intern(each))
+    return makers
 
 
 def compare_halves(
@@ -142,27 +246,3 @@ def _part(loss: LossFunction, output: Any, batch: Batch, begin: int, end: int) -
 def _detached(output: Any) -> Any:
     detach: Callable[[Tensor], Tensor] = Tensor.detach
     return mapped(output, detach)
-
-
-def doubt(what: str, deterministic: bool) -> None:
-    """Refuse a loss whose parts make no exact mean, or warn of it once.
-
-    Args:
-        what: `WeightedLoss.doubt`.
-        deterministic: Whether the training is to equal that of one device.
-
-    Raises:
-        UserError: It is deterministic.
-    """
-    if deterministic:
-        raise UserError(f"{what}: each replica computes it of its own part of the batch", ADVICE)
-    _say(what)
-
-
-@lru_cache
-def _say(what: str) -> None:
-    warn(
-        "%s: each replica computes it of its own part of the batch, so the numbers depend on how "
-        "many replicas there are. %s",
-        what, ADVICE,
-    )  # fmt: skip

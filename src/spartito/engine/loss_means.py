@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import count
 from math import inf, isclose, prod
 from typing import Any
 
@@ -51,6 +50,7 @@ class Divisor:
         is_guess: The doubt is that the graph does not tell; the loss of two halves may.
         is_sum: It is a sum that nothing divided.
         added: What was added to ``weight`` lest it is 0.
+        apart: The numbers of its means, where a device has some of them: all are to be equal.
     """
 
     weight: float | Tensor
@@ -58,6 +58,7 @@ class Divisor:
     is_guess: bool = False
     is_sum: bool = False
     added: float = 0.0
+    apart: tuple[float | Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ UNKNOWN_DIVISOR = "a loss that is a sum over the batch divided by {}, which coun
 NORMALIZED = "a loss with weights that were divided by their sum or mean"
 OPAQUE = "a loss made by {}, which does not tell what it is divided by"
 UNREADABLE = "a loss whose graph cannot be read"
+UNTOLD = "a loss of the model's own without a graph, which would tell what it is divided by"
 
 ADVICE = (
     "Return (sum, count): the sum over this batch, and the number of items (or of their weights) "
@@ -184,9 +186,12 @@ def _joined(terms: list[_Term], size: int) -> Divisor | None:
         return Divisor(weight, NOT_A_MEAN) if divided else Divisor(0.0, is_sum=True)
     if chosen is None:
         return None if all(term.is_mean for term in divided) else Divisor(weight)
-    full = all(term.is_full for term in divided)
-    same = full or _all_equal([term.weight for term in divided if term.weight is not None])
-    return Divisor(weight, "" if same else SEVERAL, added=chosen.added)
+    weights = [term.weight for term in divided if term.weight is not None]
+    if len(weights) == 1 or all(term.is_full for term in divided):
+        return Divisor(weight, added=chosen.added)
+    if any(isinstance(each, Tensor) for each in weights):
+        return Divisor(weight, added=chosen.added, apart=tuple(weights))
+    return Divisor(weight, "" if all_equal(weights) else SEVERAL, added=chosen.added)
 
 
 def _is_of_one(node: Node, size: int) -> bool:
@@ -487,19 +492,8 @@ def _read(weight: Tensor) -> float | Tensor:
     return float(number)
 
 
-_ALWAYS, _SELDOM = 8, 64
-"""Numbers on a device are compared so often at first, then each so many losses: one waits."""
-
-_on_device = count(1)
-
-
-def _all_equal(weights: list[float | Tensor]) -> bool:
-    if len(weights) == 1:
-        return True
-    if any(isinstance(weight, Tensor) for weight in weights):
-        number = next(_on_device)
-        if number > _ALWAYS and number % _SELDOM:
-            return True
+def all_equal(weights: Iterable[float | Tensor]) -> bool:
+    """Whether numbers are the same but for rounding; the host waits for those of a device."""
     first, *others = map(float, weights)
     return all(isclose(first, other, rel_tol=1e-6) for other in others)
 

@@ -55,8 +55,8 @@ def pass_through(
     Returns:
         When each action ran, without what it waited, in seconds of the machine's clock.
     """
-    later = any(action.kind == WEIGHTS for action in order)
-    task = _Task(microbatches, messages, finish, later)
+    kinds = {action.kind for action in order}
+    task = _Task(microbatches, messages, finish, WEIGHTS in kinds, keeps=kinds != {FORWARD})
     task.ask(order[:1])
     spans = []
     for number, action in enumerate(order, 1):
@@ -72,11 +72,12 @@ class _Task:
         messages: Messages,
         finish: Callable[[int, Any], Root | None],
         later: bool,
+        keeps: bool,
     ) -> None:
         self._microbatches, self._messages, self._finish = microbatches, messages, finish
         self._passed: dict[tuple[int, int], Passed] = {}
         self._roots: dict[int, Root | None] = {}
-        self._later = later
+        self._later, self._keeps = later, keeps
 
     def ask(self, upcoming: Order) -> None:
         """Have what actions wait for come beside those before them."""
@@ -109,7 +110,8 @@ class _Task:
             passed.output = None
         else:
             messages.send(passed.sent, cut, stage + 1, number, FORTH)
-        self._passed[stage, number] = passed
+        if self._keeps:
+            self._passed[stage, number] = passed
         return began
 
     def _backward(self, cut: Cut, action: Action) -> float:

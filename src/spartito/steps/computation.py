@@ -24,10 +24,8 @@ from spartito.engine.loss import (
     in_dtype,
     look,
     look_at_own,
-    needs_all,
     weigh,
 )
-from spartito.engine.loss_halves import doubt
 from spartito.engine.precision import autocast
 from spartito.engine.randomness import RandomnessForbidden, replaying
 from spartito.errors import UserError
@@ -150,7 +148,8 @@ class WholeModel:
         has_rows = bool(batch.size)
         if not has_rows and not self._division.runs_without_rows:
             return 0.0, 0.0, None
-        self._look_at_norms(pair)
+        if self._division.divides:
+            look_at_norms(pair)
         batch = in_dtype(batch if has_rows else of_spare_rows(batch), pair.dtype)
         with torch.no_grad(), autocast(pair.precision, self._division.device):
             if loss is None:
@@ -158,16 +157,15 @@ class WholeModel:
             else:
                 output = self._output(pair, batch.data, True)
                 found = look(loss, output, batch)
-                if self._division.divides:
-                    found = pair.comparisons.look(loss, output, batch, found)
-        self.doubt(found, pair.randomness is not None)
+            found = self.looked_at(pair, loss, output, batch, found)
         if not has_rows:  # others may have waited for this pass; it counts for nothing
             return 0.0, 0.0, None
         return found.total, found.weight, output
 
     def predict(self, pair: Pair, batch: Batch, has_loss: bool) -> Any:
         """As `Computation.predict`."""
-        self._look_at_norms(pair)
+        if self._division.divides:
+            look_at_norms(pair)
         runs_spare = not batch.size and self._division.runs_without_rows
         data = in_dtype(of_spare_rows(batch) if runs_spare else batch, pair.dtype).data
         with torch.no_grad(), autocast(pair.precision, self._division.device):
@@ -270,45 +268,70 @@ class WholeModel:
         alone = not self._division.several and isinstance(found.weight, float | int)
         return (float(found.weight) if alone else 0.0) or self._division.divisor(batch)
 
-    def doubt(self, found: WeightedLoss, deterministic: bool) -> None:
-        """Refuse a loss of which the parts make no exact mean, or say so.
+    def looked_at(
+        self,
+        pair: Pair,
+        loss: LossFunction | None,
+        output: Any,
+        batch: Batch,
+        found: WeightedLoss,
+        deterministic: bool | None = None,
+    ) -> WeightedLoss:
+        """``found``, unless parts of batches make no exact mean: that is refused, or said.
 
         Args:
+            pair: Of whose training it is.
+            loss: The user's function, if it is known.
+            output: The model's.
+            batch: Of which it is.
             found: Of this task's rows.
-            deterministic: Whether numbers are to be those of one device.
+            deterministic: Whether numbers are to be those of one device; None: as of the pair.
+
+        Raises:
+            UserError: It is deterministic.
         """
-        if found.doubt and self._division.divides:
-            doubt(found.doubt, deterministic)
+        if self._division.divides:
+            found = pair.comparisons.look(loss, output, batch, found)
+            if found.doubt:
+                refuses = pair.randomness is not None if deterministic is None else deterministic
+                pair.comparisons.tell(found.doubt, refuses)
+        return found
 
     def _weigh(
         self, pair: Pair, loss: LossFunction | None, output: Any, given: Any, batch: Batch
     ) -> WeightedLoss:
         """The sum and weight of what ``loss`` said of ``output``."""
-        found = weigh(given, batch)
-        if self._division.divides:
-            found = pair.comparisons.look(loss, output, batch, found)
-        self.doubt(found, pair.randomness is not None)
-        return found
+        return self.looked_at(pair, loss, output, batch, weigh(given, batch))
 
-    def _look_at_norms(self, pair: Pair) -> None:
-        """Before a model evaluates parts of batches for the first time: what depends on them."""
-        if self._division.divides and not pair.evaluates:
-            check_evaluation(pair.model, pair.randomness is not None)
-            pair.evaluates = True
+
+def look_at_norms(pair: Pair) -> None:
+    """Before a model evaluates a part of a batch: refuse what depends on the part, or warn of it.
+
+    Each time: who adapts a model to new data drops its statistics between two evaluations.
+
+    Args:
+        pair: The model's.
+
+    Raises:
+        UserError: The training is deterministic.
+    """
+    if not pair.norms_told:
+        pair.norms_told = check_evaluation(pair.model, pair.randomness is not None)
 
 
 def _look_at_own(pair: Pair, batch: Batch) -> tuple[Any, WeightedLoss]:
-    """The output and the loss of a model that computes it, which may tell no divisor.
+    """The output and the loss of a model that computes it.
 
-    So it is asked once with the graph of all layers, which costs memory, and then only where
-    that told something.
+    A graph that begins at a loss of torch's tells what that was divided by. Plain arithmetic has
+    none, so then the graph of all layers is kept, which costs memory: of each batch from there on,
+    as what one without padding is divided by says nothing of the next. Where there is no graph
+    even so, that is what its doubt says.
     """
     output, found = look_at_own(pair.model, batch, pair.looks_from_first or False)
-    if pair.looks_from_first is None:
-        pair.looks_from_first = needs_all(pair.model, batch, output, found)
-        if pair.looks_from_first:
-            with listening(None):  # it has reported its figures
-                return look_at_own(pair.model, batch, from_first=True)
+    if found.is_guess and pair.looks_from_first is None:
+        with listening(None):  # it has reported its figures
+            output, found = look_at_own(pair.model, batch, from_first=True)
+        pair.looks_from_first = found.value.requires_grad
     return output, found
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito.engine.checksum import ROUNDING, DriftedError
-from spartito.engine.gradient_edits import Edits, tell
+from spartito.engine.gradient_edits import Edits
 from spartito.engine.gradients import Accumulated, Gradients, same
 from spartito.engine.loss_halves import Comparisons
 from spartito.engine.optimizers import optimizer_parameters, unwrap
@@ -73,7 +73,7 @@ class Pair:
     synchronized: bool = False  # its BatchNorm is one over the global batch
     passes: int = 0
     is_compared: bool = False  # its buffers, after the first update
-    evaluates: bool = False  # whether its norms may evaluate parts of batches
+    norms_told: bool = False  # whether it was said that figures depend on parts of batches
     comparisons: Comparisons = field(default_factory=Comparisons)
     looks_from_first: bool | None = None  # at a loss of the model's own: what all its layers tell
     reports_norm: bool = False  # whether the norm of each update's gradients is a figure
@@ -180,7 +180,7 @@ def check_unchanged(pair: Pair) -> None:
     for parameter in pair.edits.changed(pair.gradients.parameters):
         names = {id(p): name for name, p in unwrap(pair.model).named_parameters()}
         name = names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
-        tell(name, pair.randomness is not None)
+        pair.edits.tell(name)
         return
 
 

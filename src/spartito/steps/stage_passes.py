@@ -30,10 +30,11 @@ from spartito.engine.loss import (
     forward,
     in_dtype,
     look,
+    mapped,
     weigh,
+    weigh_own,
 )
 from spartito.engine.loss_graph import BeginAtLosses
-from spartito.engine.loss_halves import doubt
 from spartito.engine.precision import autocast
 from spartito.engine.randomness import RandomnessForbidden
 from spartito.engine.step_context import StepContext, current, within
@@ -94,12 +95,11 @@ class StagePasses:
         least = 2 if any(norm.training for norm in norms) else 1
         return divided(in_dtype(batch, self.pair.dtype), count, least)
 
-    def call(self, part: Batch, has_loss: bool) -> Callable[[], Any]:
-        """What makes the forward pass of a microbatch."""
+    def call(self, part: Batch, has_loss: bool, looks: bool = False) -> Callable[[], Any]:
+        """What makes the forward pass of a microbatch; ``looks`` at a loss in it, if need be."""
         pair = self.pair
 
         def call() -> Any:
-            looks = not has_loss and not torch.is_grad_enabled()
             begins = BeginAtLosses(part.size) if looks else nullcontext()
             reports = of_rows(part.size)
             with _uncompiled(), autocast(pair.precision, self.device), begins, reports:
@@ -127,7 +127,7 @@ class StagePasses:
         Returns:
             Output, sum of losses and weight; those of the last stage, nothing in others.
         """
-        parts, outputs, sums = self.cut_up(batch), [], _Sums()
+        parts, outputs, sums = self.cut_up(batch), [], Sums()
         randomness = self.pair.randomness
         drawn = randomness.made if randomness is not None else 0
 
@@ -135,6 +135,7 @@ class StagePasses:
             found = self._loss(loss, output, parts[number])
             if not found.value.requires_grad:
                 raise no_gradient()
+            self._tell(found)
             sums.add(found)
             outputs.append(rows(output, Tensor.detach))
             if not found.counts:
@@ -152,27 +153,32 @@ class StagePasses:
 
     def look(
         self, batch: Batch, loss: LossFunction | None, has_loss: bool, messages: Messages
-    ) -> tuple[Any, Number, Number, Any]:
+    ) -> tuple[Any, Sums, Any]:
         """Forward passes of a batch, and its loss where there is a function or the model's own.
 
+        With the graphs of all layers where `Pair.looks_from_first` says so: all tasks go one way.
+
         Returns:
-            Output (None but in the last stage), sum of losses and weight there, and what the
-            output is like.
+            Output (None but in the last stage), losses there, and what the output is like.
         """
         parts, outputs = self.cut_up(batch), []
-        sums = _Sums()
+        sums, is_own = Sums(), has_loss and loss is None
+        from_first = is_own and bool(self.pair.looks_from_first)
 
         def finish(number: int, output: Any) -> None:
-            outputs.append(output)
+            outputs.append(mapped(output, Tensor.detach) if from_first else output)
             if has_loss:
-                sums.add(self._loss(loss, output, parts[number]))
+                found = self._loss(loss, output, parts[number])
+                sums.add(found)
+                if not (found.is_guess and is_own and self.pair.looks_from_first is None):
+                    self._tell(found)
 
-        with torch.no_grad():
-            microbatches = self._microbatches(parts, loss is not None)
+        with torch.set_grad_enabled(from_first):
+            microbatches = self._microbatches(parts, loss is not None, looks=is_own)
             shape = replace(self.shape, microbatches=len(parts))
             order = schedules.passing(shape, self.position)
             pass_through(order, microbatches, messages, finish)
-        return _whole(outputs, parts), sums.loss, sums.weight, microbatches[0].cut.program.output
+        return _whole(outputs, parts), sums, microbatches[0].cut.program.output
 
     def tied_sums(
         self, grads: Mapping[str, Tensor | None], messages: Messages
@@ -230,24 +236,29 @@ class StagePasses:
         is_exact = self.pair.randomness is not None
         trains = torch.is_grad_enabled()
         with autocast(self.pair.precision, self.device), of_rows(part.size):
-            if loss is not None and not trains:
+            if loss is None:
+                found = weigh_own(output, part)
+            elif not trains:
                 found = look(loss, output, part)
             else:
                 with RandomnessForbidden() if is_exact and trains else nullcontext():
                     given = evaluate_loss(loss, output, part)
                 found = weigh(given, part)
-            found = self.pair.comparisons.look(loss, output, part, found)
-        if found.doubt:
-            doubt(found.doubt, is_exact)
-        return found
+            return self.pair.comparisons.look(loss, output, part, found)
 
-    def _microbatches(self, parts: Sequence[Batch], has_loss: bool) -> list[Microbatch]:
+    def _tell(self, found: WeightedLoss) -> None:
+        if found.doubt:
+            self.pair.comparisons.tell(found.doubt, self.pair.randomness is not None)
+
+    def _microbatches(
+        self, parts: Sequence[Batch], has_loss: bool, looks: bool = False
+    ) -> list[Microbatch]:
         settings, randomness, context = self.piped.settings(), self.pair.randomness, current()
         made = []
         for part in parts:
-            call = self.call(part, has_loss)
+            call = self.call(part, has_loss, looks)
             with within(None):  # nothing in it draws for a batch
-                cut = self.piped.cut(call, part.data, settings, has_loss)
+                cut = self.piped.cut(call, part.data, settings, has_loss, looks)
             keys = None
             if context is not None and randomness is not None:
                 keys = Keys(partial(_context_of, part, context), randomness.skip)
@@ -329,18 +340,20 @@ def _uncompiled() -> AbstractContextManager[None]:
     return made
 
 
-class _Sums:
-    """Losses and weights of microbatches."""
+class Sums:
+    """Losses and weights of microbatches, and whether one is a guess (`WeightedLoss`)."""
 
     def __init__(self) -> None:
         self.loss: Number = 0.0
         self.weight: Number = 0.0
+        self.is_guess = False
 
     @torch.no_grad()
     def add(self, found: WeightedLoss) -> None:
         """Those of one more."""
         self.loss = added(self.loss, found.total)
         self.weight = added(self.weight, found.weight)
+        self.is_guess |= found.is_guess
 
 
 def _whole(outputs: Sequence[Any], parts: Sequence[Batch]) -> Any:

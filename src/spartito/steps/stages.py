@@ -23,6 +23,7 @@ from spartito.data.batch import Batch
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.gradients import LocalGradients, Weighed
 from spartito.engine.host_reads import Number
+from spartito.engine.logged import listening
 from spartito.engine.loss import LossFunction
 from spartito.engine.meta_models import is_unmade, make_buffers, make_parameters
 from spartito.engine.optimizers import check_undivided, unwrap
@@ -35,7 +36,14 @@ from spartito.pipeline.messages import Messages, connect, connect_devices
 from spartito.pipeline.model import PipedModel
 from spartito.pipeline.schedules import Shape
 from spartito.pipeline.split import Start
-from spartito.steps.computation import Evaluated, WholeModel, no_rows, of_spare_rows, without_loss
+from spartito.steps.computation import (
+    Evaluated,
+    WholeModel,
+    look_at_norms,
+    no_rows,
+    of_spare_rows,
+    without_loss,
+)
 from spartito.steps.groups import AXIS, LAYERS
 from spartito.steps.parts import Exchange, Prepared, Settings, State
 from spartito.steps.prepared import Pair, tensors_of
@@ -407,25 +415,40 @@ class Pipelines:
 
     def evaluate(self, pair: Pair, batch: Batch, loss: LossFunction | None) -> Evaluated:
         """As `Computation.evaluate`."""
+        self._look_at_norms(pair)
         passes = self._ready(pair, batch, loss is not None)
         if not batch.size:
             return 0.0, 0.0, None
         with telling(self.messages, self._team.job.task):
-            output, *sums, like = passes.look(batch, loss, True, self.messages)
-        total, weight = self._of_last_stage(*sums)
+            output, sums, like = passes.look(batch, loss, True, self.messages)
+            if loss is None and pair.looks_from_first is None:
+                pair.looks_from_first = self._is_so_for_one(sums.is_guess)
+                if pair.looks_from_first:
+                    with listening(None):  # it has reported its figures
+                        output, sums, like = passes.look(batch, loss, True, self.messages)
+        total, weight = self._of_last_stage(sums.loss, sums.weight)
         return total, weight, told(self._line, output, like, self._last, self._team.device)
 
     def predict(self, pair: Pair, batch: Batch, has_loss: bool) -> Any:
         """As `Computation.predict`."""
+        self._look_at_norms(pair)
         shown = of_spare_rows(batch)
         passes = self._ready(pair, shown, has_loss)
         loss = nothing if has_loss else None  # it tells how the model is called
         with telling(self.messages, self._team.job.task):
-            output, *_, like = passes.look(shown, loss, False, self.messages)
+            output, _, like = passes.look(shown, loss, False, self.messages)
         output = told(self._line, output, like, self._last, self._team.device)
         if not batch.size:
             output = no_rows(output)
         return output if has_loss else without_loss(output)
+
+    def _is_so_for_one(self, found: bool) -> bool:
+        """Whether it is so for a task of this pipeline; all of it ask."""
+        return bool(self._line.all_reduce(torch.tensor([float(found)])).item())
+
+    def _look_at_norms(self, pair: Pair) -> None:
+        if self._team.divides or self.shape.microbatches > 1:
+            look_at_norms(pair)
 
     def by_hand(self, call: str) -> WholeModel:
         """As `Computation.by_hand`: a task alone has no whole model."""
