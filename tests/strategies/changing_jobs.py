@@ -316,11 +316,13 @@ def with_another_layer(name: str, options: dict[str, Any]) -> list[str]:
     strategy, net = make_strategy(name, **options), Network()
     optimizer = start_all(net)
     trainer = sp.Trainer(net, optimizer=optimizer, loss=nn.CrossEntropyLoss(), strategy=strategy)
-    trainer.fit(blobs(EXAMPLES), batch_size=BATCH, verbose=0)
+    data = sp.data.arrays(*blobs(EXAMPLES)).batch(BATCH)
+    trainer.fit(data, verbose=0)
     net.body = nn.Sequential(nn.Identity())
     net.head = nn.Linear(FEATURES, CLASSES).double()
     said = []
     for call in (
+        lambda: trainer.fit(data, verbose=0),  # the same, whose epochs go on
         lambda: trainer.fit(blobs(EXAMPLES), batch_size=BATCH, verbose=0),
         strategy.state_dict,
     ):

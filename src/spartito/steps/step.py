@@ -244,11 +244,14 @@ class Step:
     def _follow(self) -> None:
         """Before an epoch: norms become those of the pairs in use.
 
-        Norms without parameters may have come into a model, and another pair may have it too.
+        Norms without parameters may have come into a model, and another pair may have it too. What
+        an optimizer has is to be in it still.
         """
         in_use = self.team.pairs.in_use
         for pair in in_use:
             model = unwrap(pair.model)
+            check_undivided(model, pair.optimizer)
+            check_members(pair.optimizer, model)
             if not pair.synchronized and is_synchronized(model):
                 with hidden(model):
                     separate_batchnorm(model)
@@ -272,9 +275,6 @@ class Step:
         team = self.team
         shard, order = team.data_shard, self._seed if seed is None else seed
         chain: Dataset = as_dataset(dataset)
-        for each in team.pairs.in_use if training else ():
-            check_undivided(unwrap(each.model), each.optimizer)
-            check_members(each.optimizer, unwrap(each.model))
         chain = self._divisible(chain, shard[1]) if training else chain
         if training:
             check_divides(chain, shard[1])
