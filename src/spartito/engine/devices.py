@@ -71,8 +71,8 @@ def move(model: nn.Module, device: torch.device, optimizer: object = None) -> No
         parameters = model.get_submodule(path)._parameters
         new = parameters[own]
         if isinstance(new, nn.Parameter) and new is not old:
-            parameters[own] = moved.setdefault(id(old), new)
-            _hand_over(old, parameters[own])
+            parameters[own] = kept = moved.setdefault(id(old), new)
+            _hand_over(old, kept)
     for module in model.modules() if moved else ():
         if isinstance(module, nn.RNNBase):  # it has a list of them too
             module._init_flat_weights()
@@ -96,8 +96,10 @@ def _check_dtypes(model: nn.Module, device: torch.device) -> None:
             )
 
 
-def _hand_over(old: nn.Parameter, new: nn.Parameter | None) -> None:
-    """Give a parameter the hooks of the one before, by the handles that the user has."""
+def _hand_over(old: nn.Parameter, new: nn.Parameter) -> None:
+    """Give a parameter the hooks and marks of the one before, by the handles that the user has."""
+    for name, value in vars(old).items():
+        vars(new).setdefault(name, value)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(old, hooks, None):
             setattr(new, hooks, getattr(old, hooks))
