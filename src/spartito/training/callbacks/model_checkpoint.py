@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
-from weakref import ReferenceType, ref
 
 from spartito.checkpoint.in_store import StoredCheckpoints
 from spartito.checkpoint.manager import CheckpointManager, Score
@@ -13,7 +12,7 @@ from spartito.errors import TaskLostError, UserError
 from spartito.notes import warn
 from spartito.report.figures import VALIDATION
 from spartito.training.arguments import known_names
-from spartito.training.callback import Callback, Logs
+from spartito.training.callback import Callback, Logs, Training
 from spartito.training.callbacks.monitor import Monitor
 from spartito.urls import is_remote, local_path
 
@@ -83,8 +82,6 @@ class ModelCheckpoint(Callback):
         self.asynchronous = asynchronous
         self.best: float | None = None
         self._best_of = ""
-        self._trained: ReferenceType[object] | None = None
-        self._went_on = False
         self._seen = 0
 
     @property
@@ -113,13 +110,15 @@ class ModelCheckpoint(Callback):
             directory = Path(self.trainer.run_dir) / "checkpoints"
         return CheckpointManager(directory, self.keep)
 
+    def set_trainer(self, trainer: Training) -> None:
+        """As `Callback.set_trainer`; another training has a best of its own."""
+        if getattr(self, "trainer", trainer) is not trainer:
+            self.best = None
+        super().set_trainer(trainer)
+
     def on_train_begin(self) -> None:
         """Find out at once whether the directory can be written."""
         manager, self._seen = self.manager, self.trainer.step
-        before = self._trained and self._trained()
-        if before is not self.trainer and not self._went_on:  # another training
-            self.best = None
-        self._trained, self._went_on = ref(self.trainer), False
         if self.trainer.is_chief:
             manager.prepare()
             if self.trainer.step == 0 and (earlier := manager.mine()):
@@ -173,7 +172,7 @@ class ModelCheckpoint(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from the best value of the training that is resumed."""
         self.best, self._seen = state["best"], state.get("seen", self._seen)
-        self._best_of, self._went_on = state.get("of", ""), True
+        self._best_of = state.get("of", "")
 
     def _monitor_for(self, logs: Logs) -> Monitor:
         validated = any(name.startswith(VALIDATION) for name in logs)
