@@ -177,6 +177,21 @@ def test_the_links_of_the_first_pages_lead_somewhere(page: str) -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+INSIDE = [
+    page for page in PAGES if page.startswith(("docs/architecture", "docs/explanation/inside/"))
+]
+
+
+@pytest.mark.parametrize("page", INSIDE)
+def test_files_that_the_pages_of_the_code_name_exist(page: str) -> None:
+    folders = (ROOT / "src", ROOT / "tests", ROOT / "benchmarks")
+    paths = [f"/{path.relative_to(ROOT)}" for folder in folders for path in folder.rglob("*")]
+    named = re.findall(r"`([\w/]+\.py|\w+/[\w/]*/)`", (ROOT / page).read_text())
+    assert named
+    ends = tuple(f"/{name.rstrip('/')}" for name in named if name != "g/3/")
+    assert not [end for end in ends if not any(path.endswith(end) for path in paths)]
+
+
 def test_the_reference_has_every_public_name() -> None:
     pages = (ROOT / "docs" / "reference" / "api").glob("*.md")
     listed = re.findall(r"^::: spartito\.(\w+)$", "".join(p.read_text() for p in pages), re.M)

@@ -152,7 +152,7 @@ def test_the_table_names_every_failpoint_and_no_other() -> None:
     text = "".join(path.read_text() for path in source.rglob("*.py"))
     assert sorted(re.findall(r'failpoint\("([\w.]+)"\)', text)) == sorted(FAILPOINTS)
     assert set(SCENARIOS) == set(FAILPOINTS)
-    page = Path(__file__).parents[1] / "docs" / "architecture.md"
+    page = Path(__file__).parents[1] / "docs" / "explanation" / "inside" / "failpoints.md"
     rows = re.findall(r"^\| `([\w.]+)` \| (.*) \|$", page.read_text(), re.MULTILINE)
     assert dict(rows).items() >= FAILPOINTS.items()
 
