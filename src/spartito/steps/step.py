@@ -43,12 +43,12 @@ from spartito.engine.checksum import DriftedError
 from spartito.engine.denormals import Denormals, flushed
 from spartito.engine.devices import divide_cores, move
 from spartito.engine.divided_update import DividedUpdates
-from spartito.engine.gradients import reduced
+from spartito.engine.gradients import Gradients, reduced
 from spartito.engine.host_reads import Number, read
 from spartito.engine.loss import LossFunction, weigh
 from spartito.engine.memory_check import check_memory
 from spartito.engine.meta_models import is_unmade, making, plan_values
-from spartito.engine.optimizer_step import ask_before_steps, stepped_apart, stop_asking
+from spartito.engine.optimizer_step import Asked, ask_before_steps, stepped_apart, stop_asking
 from spartito.engine.optimizers import (
     NoOptimizer,
     OptimizerLike,
@@ -219,11 +219,16 @@ class Step:
                 synchronized,
             )  # fmt: skip
         team.pairs.add(pair)
-        are_parts = isinstance(gradients, DividedUpdates) or 0 < self.parts.exchange.fraction < 1
-        ask_before_steps(made, self._step_by_hand, divided_state.refuse if are_parts else None)
+        ask_before_steps(made, self._step_by_hand, self._after_steps(gradients))
         step = weakref.proxy(self)  # who lets go of a strategy leaves its groups
         placement.prepared(pair, lambda pair: step._couple(pair))
         return whole, made
+
+    def _after_steps(self, gradients: Gradients) -> Asked | None:
+        """Who is asked before the steps of an optimizer once this strategy is closed."""
+        if isinstance(gradients, DividedUpdates) or 0 < self.parts.exchange.fraction < 1:
+            return divided_state.refuse
+        return None if self.team.outer.is_whole else divided_state.refuse_of_group
 
     def _couple(self, pair: Pair) -> None:
         """Couple what this task has of a pair with what other groups have of it."""
@@ -810,6 +815,8 @@ class Step:
         try:
             with self.coordination.during("close"):
                 self.coordination.compare()
+                if not self.team.outer.is_whole:
+                    self.synchronize()  # what is done with the model later is done by all
         except DriftedError:
             raise
         except SpartitoError:

@@ -25,10 +25,11 @@ from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader
 from spartito.data.placing import Placing
+from spartito.engine import divided_state, optimizer_step
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.buffers import in_words, watched
 from spartito.engine.denormals import flushed
-from spartito.engine.gradients import reduced
+from spartito.engine.gradients import Gradients, reduced
 from spartito.engine.logged import listening
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import (
@@ -425,6 +426,10 @@ class ServedStep(Step):
         found[1]._opt_called = True  # type: ignore[attr-defined]
         self._join(self.team.pairs.only)
         return found
+
+    def _after_steps(self, gradients: Gradients) -> optimizer_step.Asked | None:
+        served = self._service.apart is None
+        return divided_state.refuse_of_servers if served else divided_state.refuse_of_group
 
     def distribute(
         self, dataset: Any, *, seed: int | None = None, training: bool = True
