@@ -143,21 +143,26 @@ def contrast(output: Tensor) -> Tensor:
     return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
 
 
-def new_norm() -> nn.Module:
-    return nn.BatchNorm1d(6, affine=False).double()
+def new_norm(tracks: bool) -> nn.Module:
+    return nn.BatchNorm1d(6, affine=False, track_running_stats=tracks).double()
 
 
 @warns(*SAID)
-def norm_put_in(name: str, options: dict[str, Any], loop: str) -> dict[str, Tensor]:
-    """The model after an epoch, and after one more with a norm that has no parameters."""
+def norm_put_in(
+    name: str, options: dict[str, Any], loop: str, tracks: bool = True, exact: bool = True
+) -> dict[str, Tensor] | str:
+    """The model after an epoch, and after one more with a norm that has no parameters.
+
+    Or what is said of that.
+    """
     strategy, net = make_strategy(name, **options), normalized(nn.Identity())
     rows = sp.data.arrays(*data(2 * BATCH)).batch(BATCH)
-    made = trainer(net, strategy, True, 0.05)
+    made = trainer(net, strategy, exact, 0.05)
     data_of_loop: Iterable[Any] = strategy.distribute(rows)
     try:
         for epoch in range(2):
             if epoch:
-                net[1] = new_norm()
+                net[1] = new_norm(tracks)
             if loop == "fit":
                 made.fit(rows, verbose=0)
                 continue
@@ -166,16 +171,18 @@ def norm_put_in(name: str, options: dict[str, Any], loop: str) -> dict[str, Tens
                 strategy.backward(losses, batch)
                 strategy.update(made.optimizer)
         return {key: value.clone() for key, value in strategy.state_dict()["model"].items()}
+    except UserError as error:
+        return str(error)
     finally:
         strategy.close()
 
 
-def norm_put_in_by_torch() -> dict[str, Tensor]:
+def norm_put_in_by_torch(tracks: bool = True) -> dict[str, Tensor]:
     net, (x, y) = normalized(nn.Identity()), data(2 * BATCH)
     optimizer = torch.optim.SGD(net.parameters(), 0.05)
     for epoch in range(2):
         if epoch:
-            net[1] = new_norm()
+            net[1] = new_norm(tracks)
         for at in range(0, len(x), BATCH):
             optimizer.zero_grad()
             F.mse_loss(net(x[at : at + BATCH]), y[at : at + BATCH]).backward()

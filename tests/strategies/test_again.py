@@ -53,6 +53,16 @@ def test_a_norm_without_parameters_may_come_later(
         close(found, wanted)
 
 
+@pytest.mark.parametrize("loop", ["fit", "by hand"])
+def test_a_norm_that_comes_later_sees_the_rows_of_a_group(replicas: Replicas, loop: str) -> None:
+    wanted = jobs.norm_put_in_by_torch(tracks=False)
+    case = ("parameter_server", {"groups": 1, "max_staleness": 0}, loop)
+    for found in replicas(jobs.norm_put_in, 2, *case, tracks=False, exact=False, servers=1):
+        close(found, wanted)
+    (said, _) = replicas(jobs.norm_put_in, 2, *case, tracks=False, servers=1)
+    assert "deterministic training of a model with BatchNorm under parameter_server" in said
+
+
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_a_line_may_draw_something_else_later(replicas: Replicas, case: Case) -> None:
     name, size, options = case

@@ -506,6 +506,16 @@ class ServedStep(Step):
 
     # What the leases ask for
 
+    def follow(self) -> None:
+        """Before an epoch: norms that came into the model are those of all members of a group.
+
+        Raises:
+            UserError: The training is deterministic, and workers that never meet have such norms.
+        """
+        if self._deterministic:
+            self._rules.check_deterministic(has_batchnorm(self.team.pairs.only.model))
+        self._follow()
+
     def plan(self, chain: Dataset, count: int, steps: int | None) -> Plan:
         """How a stream is divided into work items.
 
