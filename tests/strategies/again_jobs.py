@@ -190,6 +190,42 @@ def norm_put_in_by_torch(tracks: bool = True) -> dict[str, Tensor]:
     return {key: value.detach().clone() for key, value in net.state_dict().items()}
 
 
+@warns(*SAID)
+def in_turns(name: str, options: dict[str, Any], beside: bool | None) -> list[float]:
+    """What an exact loop ends with whose batches come in turns with those of another strategy.
+
+    Args:
+        name: Of the strategy.
+        options: Its options.
+        beside: Whether the other one is exact, too; None: there is none.
+    """
+    strategy = make_strategy(name, **options)
+    alone = sp.OneDeviceStrategy(cluster=sp.ClusterSpec.alone())
+    rows, found = sp.data.arrays(*data(2 * BATCH)).batch(BATCH), list[float]()
+
+    def prepared(here: Strategy, exact: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = nn.Sequential(normalized(), nn.Dropout(0.5), nn.Linear(1, 1)).double()
+        for parameter in net.parameters():
+            nn.init.constant_(parameter, 0.3)
+        return here.prepare(net, torch.optim.SGD(net.parameters(), 0.1), deterministic=exact)
+
+    with strategy, alone:
+        loops = [(strategy, *prepared(strategy, True), iter(strategy.distribute(rows)))]
+        if beside is not None:
+            loops.append((alone, *prepared(alone, beside), iter(alone.distribute(rows))))
+        for _ in range(2):
+            batches = [next(stream) for *_, stream in loops]
+            for (here, net, optimizer, _), batch in zip(loops, batches, strict=True):
+                losses = F.mse_loss(net(batch.x), batch.y, reduction="none").mean(1)
+                here.backward(losses, batch)
+                here.update(optimizer)
+        for _, net, *_ in loops:
+            found.append(sum(value.sum().item() for value in net.state_dict().values()))
+        for *_, stream in loops:
+            stream.close()
+    return found
+
+
 class Noisy(nn.Module):
     """It drops of its weight, or of its input, by one and the same line."""
 
@@ -216,6 +252,23 @@ def draws_something_else(name: str, options: dict[str, Any]) -> list[float]:
             found += made.fit(sp.data.arrays(*data()).batch(BATCH), verbose=0).history["loss"]
     finally:
         strategy.close()
+    return found
+
+
+@warns(*SAID)
+def draws_now_this_now_that(name: str, options: dict[str, Any]) -> list[float]:
+    """Losses of a model that drops of its weight and of as many rows by turns."""
+    strategy, net, found = make_strategy(name, **options), Noisy(), list[float]()
+    with strategy:
+        model, optimizer = strategy.prepare(
+            net, torch.optim.SGD(net.parameters(), 0.05), deterministic=True
+        )
+        for batch in strategy.distribute(sp.data.arrays(*data(4 * BATCH)).batch(BATCH)):
+            losses = F.mse_loss(model(batch.x), batch.y, reduction="none")
+            strategy.backward(losses, batch)
+            strategy.update(optimizer)
+            found.append(float(strategy.reduce("mean", losses)))
+            net.of_weight = not net.of_weight
     return found
 
 

@@ -68,7 +68,7 @@ from spartito.engine.optimizers import (
 from spartito.engine.precision import choose_precision, convert, make_loss_scale
 from spartito.engine.randomness import globalize
 from spartito.engine.sharding.hidden_parameters import asleep, check_shown
-from spartito.engine.step_context import StepContext, enter, leave
+from spartito.engine.step_context import StepContext, belong, enter, enter_none, leave
 from spartito.errors import SpartitoError, UserError
 from spartito.mesh.placing import hidden
 from spartito.names import nearest
@@ -117,6 +117,7 @@ class Step:
         self._sync_batchnorm = sync_batchnorm
         self._seed = 0
         self._entered: Batch | None = None
+        self._context: StepContext | None = None
         heartbeat.begin()
         divide_cores(team.cluster)
         team.form(parts)
@@ -219,6 +220,7 @@ class Step:
                 synchronized,
             )  # fmt: skip
         team.pairs.add(pair)
+        belong(whole, weakref.WeakMethod(self._present), again=True)
         ask_before_steps(made, self._step_by_hand, self._after_steps(gradients))
         step = weakref.proxy(self)  # who lets go of a strategy leaves its groups
         placement.prepared(pair, lambda pair: step._couple(pair))
@@ -339,9 +341,30 @@ class Step:
         if looks_beyond:
             seed = self._seed if pairs.used is None else pairs.used.seed
             step = batch.epoch << 32 | batch.step
-            enter(StepContext(self.team.replicas, seed, step, batch.global_size, batch.offsets))
+            self._context = StepContext(
+                self.team.replicas, seed, step, batch.global_size, batch.offsets,
+                keep_apart=weakref.WeakMethod(self._keep_apart),
+            )  # fmt: skip
+            enter(self._context)
         else:
-            enter(None)  # that of a pair that was in use before
+            self._context = None
+            enter_none(self.team.replicas)  # that of a pair that was in use before
+
+    def _present(self) -> StepContext | None:
+        """What forward passes of our models belong to, if these replicas are still the same."""
+        context = self._context
+        return context if context and context.collective is self.team.replicas else None
+
+    def _keep_apart(self) -> None:
+        """Batches of another strategy come between ours: a model belongs to its own."""
+        for pair in self.team.pairs.all:
+            if pair.looks_beyond:
+                belong(pair.model, weakref.WeakMethod(self._present))
+
+    def _come_back(self) -> None:
+        """Go on with our batch: others may have been taken from another strategy meanwhile."""
+        if (context := self._present()) is not None:
+            enter(context)
 
     # A step
 
@@ -375,6 +398,7 @@ class Step:
         self.recovery.begin(pair, batch)
         if self._entered is not batch:
             self.enter(batch)
+        self._come_back()
         self._entered = None  # computed again, it is entered again
         output = self.computation.train(pair, batch, loss)
         pair.passes += 1
@@ -511,6 +535,7 @@ class Step:
     def backward(self, losses: Any, batch: Batch) -> None:
         """As `Strategy.backward`."""
         computation, team = self.computation.by_hand("backward"), self.team
+        self._come_back()
         found = weigh(losses, batch)
         if not found.value.requires_grad:
             raise no_gradient()
@@ -797,6 +822,7 @@ class Step:
     def _let_go(self) -> None:
         """End what holds in this process while the strategy is in use, and nobody else's."""
         leave(self.team.replicas)
+        self._context = None
         self.denormals.close()
         self.team.forget_clipping()
         for pair in self.team.pairs.all:
