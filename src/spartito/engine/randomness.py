@@ -213,7 +213,6 @@ class GlobalRandomness:
             raise refusal(func, "packed sequences: their rows are ordered by time")
         return found
 
-
     def _may_be_of_weight(self, shape: Shape, now: _Pass) -> bool:
         if not self._of_weights:
             self._of_weights = {tuple(weight.shape) for weight in now.module.parameters()}
