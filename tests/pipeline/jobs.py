@@ -531,10 +531,16 @@ class Changing(nn.Module):
         self.a, self.act, self.drop = nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.0)
         self.middle, self.b = nn.Dropout(0.5), nn.Linear(16, 3)
         self.width = 16
+        self.powers: list[int] = []
+        self.asked: dict[str, Any] = {"of": {"noise": []}}
 
     def forward(self, x: Tensor) -> Tensor:
         """What goes from one stage to the next has so many columns."""
         hidden = self.middle(self.drop(self.act(self.a(x)))[:, : self.width])
+        for power in self.powers:
+            hidden = hidden + hidden**power
+        for rate in self.asked["of"]["noise"]:
+            hidden = F.dropout(hidden, rate, self.training)
         return F.linear(hidden, self.b.weight[:, : self.width], self.b.bias)
 
 
@@ -550,7 +556,21 @@ def _bend(net: Any) -> None:
     net.act = nn.GELU()
 
 
-CHANGES: dict[str, Callable[[Any], None]] = {"dropout": _drop, "width": _narrow, "layer": _bend}
+def _list(net: Any) -> None:
+    net.powers.append(2)
+
+
+def _nest(net: Any) -> None:
+    net.asked["of"]["noise"].append(0.5)
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "dropout": _drop,
+    "width": _narrow,
+    "layer": _bend,
+    "list": _list,
+    "dict": _nest,
+}
 
 
 def changed(name: str, options: dict[str, Any], change: str) -> tuple[list[float], int]:

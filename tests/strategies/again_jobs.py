@@ -143,21 +143,26 @@ def contrast(output: Tensor) -> Tensor:
     return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
 
 
-def new_norm() -> nn.Module:
-    return nn.BatchNorm1d(6, affine=False).double()
+def new_norm(tracks: bool) -> nn.Module:
+    return nn.BatchNorm1d(6, affine=False, track_running_stats=tracks).double()
 
 
 @warns(*SAID)
-def norm_put_in(name: str, options: dict[str, Any], loop: str) -> dict[str, Tensor]:
-    """The model after an epoch, and after one more with a norm that has no parameters."""
+def norm_put_in(
+    name: str, options: dict[str, Any], loop: str, tracks: bool = True, exact: bool = True
+) -> dict[str, Tensor] | str:
+    """The model after an epoch, and after one more with a norm that has no parameters.
+
+    Or what is said of that.
+    """
     strategy, net = make_strategy(name, **options), normalized(nn.Identity())
     rows = sp.data.arrays(*data(2 * BATCH)).batch(BATCH)
-    made = trainer(net, strategy, True, 0.05)
+    made = trainer(net, strategy, exact, 0.05)
     data_of_loop: Iterable[Any] = strategy.distribute(rows)
     try:
         for epoch in range(2):
             if epoch:
-                net[1] = new_norm()
+                net[1] = new_norm(tracks)
             if loop == "fit":
                 made.fit(rows, verbose=0)
                 continue
@@ -166,21 +171,59 @@ def norm_put_in(name: str, options: dict[str, Any], loop: str) -> dict[str, Tens
                 strategy.backward(losses, batch)
                 strategy.update(made.optimizer)
         return {key: value.clone() for key, value in strategy.state_dict()["model"].items()}
+    except UserError as error:
+        return str(error)
     finally:
         strategy.close()
 
 
-def norm_put_in_by_torch() -> dict[str, Tensor]:
+def norm_put_in_by_torch(tracks: bool = True) -> dict[str, Tensor]:
     net, (x, y) = normalized(nn.Identity()), data(2 * BATCH)
     optimizer = torch.optim.SGD(net.parameters(), 0.05)
     for epoch in range(2):
         if epoch:
-            net[1] = new_norm()
+            net[1] = new_norm(tracks)
         for at in range(0, len(x), BATCH):
             optimizer.zero_grad()
             F.mse_loss(net(x[at : at + BATCH]), y[at : at + BATCH]).backward()
             optimizer.step()
     return {key: value.detach().clone() for key, value in net.state_dict().items()}
+
+
+@warns(*SAID)
+def in_turns(name: str, options: dict[str, Any], beside: bool | None) -> list[float]:
+    """What an exact loop ends with whose batches come in turns with those of another strategy.
+
+    Args:
+        name: Of the strategy.
+        options: Its options.
+        beside: Whether the other one is exact, too; None: there is none.
+    """
+    strategy = make_strategy(name, **options)
+    alone = sp.OneDeviceStrategy(cluster=sp.ClusterSpec.alone())
+    rows, found = sp.data.arrays(*data(2 * BATCH)).batch(BATCH), list[float]()
+
+    def prepared(here: Strategy, exact: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = nn.Sequential(normalized(), nn.Dropout(0.5), nn.Linear(1, 1)).double()
+        for parameter in net.parameters():
+            nn.init.constant_(parameter, 0.3)
+        return here.prepare(net, torch.optim.SGD(net.parameters(), 0.1), deterministic=exact)
+
+    with strategy, alone:
+        loops = [(strategy, *prepared(strategy, True), iter(strategy.distribute(rows)))]
+        if beside is not None:
+            loops.append((alone, *prepared(alone, beside), iter(alone.distribute(rows))))
+        for _ in range(2):
+            batches = [next(stream) for *_, stream in loops]
+            for (here, net, optimizer, _), batch in zip(loops, batches, strict=True):
+                losses = F.mse_loss(net(batch.x), batch.y, reduction="none").mean(1)
+                here.backward(losses, batch)
+                here.update(optimizer)
+        for _, net, *_ in loops:
+            found.append(sum(value.sum().item() for value in net.state_dict().values()))
+        for *_, stream in loops:
+            stream.close()
+    return found
 
 
 class Noisy(nn.Module):
@@ -209,6 +252,23 @@ def draws_something_else(name: str, options: dict[str, Any]) -> list[float]:
             found += made.fit(sp.data.arrays(*data()).batch(BATCH), verbose=0).history["loss"]
     finally:
         strategy.close()
+    return found
+
+
+@warns(*SAID)
+def draws_now_this_now_that(name: str, options: dict[str, Any]) -> list[float]:
+    """Losses of a model that drops of its weight and of as many rows by turns."""
+    strategy, net, found = make_strategy(name, **options), Noisy(), list[float]()
+    with strategy:
+        model, optimizer = strategy.prepare(
+            net, torch.optim.SGD(net.parameters(), 0.05), deterministic=True
+        )
+        for batch in strategy.distribute(sp.data.arrays(*data(4 * BATCH)).batch(BATCH)):
+            losses = F.mse_loss(model(batch.x), batch.y, reduction="none")
+            strategy.backward(losses, batch)
+            strategy.update(optimizer)
+            found.append(float(strategy.reduce("mean", losses)))
+            net.of_weight = not net.of_weight
     return found
 
 

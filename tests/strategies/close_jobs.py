@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 import spartito as sp
 from spartito.strategies import Strategy
+from tests.replicas import warns
 
 Options = dict[str, Any]
 ROWS = 8
@@ -100,6 +101,12 @@ def go_on(
             return [value.detach().clone() for value in strategy.state_dict()["model"].values()]
     except sp.UserError as error:
         return str(error)
+
+
+@warns("every=3, and an epoch has 2 updates")
+def groups_go_on(kind: str) -> list[Tensor] | str:
+    """As `go_on` by plain torch, after groups that have not met."""
+    return go_on("local_sgd", {"every": 3}, "", {}, kind, "")
 
 
 def without_strategy(name: str, kind: str) -> list[Tensor] | str:

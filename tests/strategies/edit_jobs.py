@@ -104,6 +104,27 @@ def by_torch(change: Change, before: Change | None = None) -> list[Tensor]:
 
 
 @warns(SAID)
+def late(begins: int) -> list[str]:
+    """What is said of a change through ``.data`` that begins after so many epochs of three."""
+    net, optimizer, x, y = made()
+    said = Said()
+    with sp.strategy("mirrored") as strategy:
+        model, _ = strategy.prepare(net, optimizer)
+        logger.addHandler(said)
+        try:
+            for epoch in range(begins + 22):
+                for batch in strategy.distribute(sp.data.arrays(x, y).batch(BATCH)):
+                    losses = F.cross_entropy(model(batch.x), batch.y, reduction="none")
+                    strategy.backward(losses, batch)
+                    if epoch >= begins:
+                        CHANGES["data"](net)
+                    strategy.update(optimizer)
+        finally:
+            logger.removeHandler(said)
+    return said.lines
+
+
+@warns(SAID)
 def loop(
     name: str,
     options: dict[str, Any],

@@ -53,11 +53,40 @@ def test_a_norm_without_parameters_may_come_later(
         close(found, wanted)
 
 
+@pytest.mark.parametrize("case", FEW[1:3], ids=str)
+def test_batches_of_two_strategies_come_in_turns(replicas: Replicas, case: Case) -> None:
+    name, size, options = case
+    ((expected,),) = replicas(jobs.in_turns, 1, "one_device", {}, None)
+    for beside in (False, True):
+        (_, other), *_ = replicas(jobs.in_turns, 1, "one_device", {}, beside)
+        for first, second in replicas(jobs.in_turns, size, name, options, beside):
+            assert first == pytest.approx(expected, abs=1e-12)
+            assert second == pytest.approx(other, abs=1e-12) or not beside
+
+
+@pytest.mark.parametrize("loop", ["fit", "by hand"])
+def test_a_norm_that_comes_later_sees_the_rows_of_a_group(replicas: Replicas, loop: str) -> None:
+    wanted = jobs.norm_put_in_by_torch(tracks=False)
+    case = ("parameter_server", {"groups": 1, "max_staleness": 0}, loop)
+    for found in replicas(jobs.norm_put_in, 2, *case, tracks=False, exact=False, servers=1):
+        close(found, wanted)
+    (said, _) = replicas(jobs.norm_put_in, 2, *case, tracks=False, servers=1)
+    assert "deterministic training of a model with BatchNorm under parameter_server" in said
+
+
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_a_line_may_draw_something_else_later(replicas: Replicas, case: Case) -> None:
     name, size, options = case
     (wanted,) = replicas(jobs.draws_something_else, 1, "one_device", {})
     for found in replicas(jobs.draws_something_else, size, name, options):
+        assert found == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_a_line_may_draw_something_else_in_each_batch(replicas: Replicas, case: Case) -> None:
+    name, size, options = case
+    (wanted,) = replicas(jobs.draws_now_this_now_that, 1, "one_device", {})
+    for found in replicas(jobs.draws_now_this_now_that, size, name, options):
         assert found == pytest.approx(wanted, abs=1e-12)
 
 

@@ -123,7 +123,5 @@ def test_a_whole_weight_in_place_of_a_shard_is_refused(replicas: Replicas) -> No
 def test_sparse_gradients_that_come_late_are_refused(
     replicas: Replicas, name: str, options: dict[str, Any]
 ) -> None:
-    said = replicas(jobs.sparse_later, 2, name, options)
-    # Who finds it first leaves, and another may wait for it by then.
-    assert any(each.startswith("UserError: a sparse gradient of shape (5, 3)") for each in said)
-    assert all(each.startswith(("UserError: a sparse", "TaskLostError")) for each in said)
+    for said in replicas(jobs.sparse_later, 2, name, options):  # also who waited for the other
+        assert said.startswith("UserError: a sparse gradient of shape (5, 3)")

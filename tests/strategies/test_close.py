@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -79,6 +81,19 @@ def test_a_model_in_shards_is_refused(replicas: Replicas, then: str, communicati
     for said in replicas(jobs.go_on, 2, "sharded", options, then, {}, "SGD", "SGD"):
         assert said.startswith("the values of body.0.weight are in shards of another strategy")
         assert "Build the model anew, and load what was saved" in said
+
+
+def test_groups_leave_the_merged_model_and_no_optimizer(replicas: Replicas) -> None:
+    first, second = replicas(jobs.groups_go_on, 2, "SGD")
+    close(first, second)
+    for said in replicas(jobs.groups_go_on, 2, "Adam"):
+        assert "whose state was each group's own under a strategy that is closed" in said
+
+
+def test_an_optimizer_whose_steps_servers_made_is_refused(replicas: Replicas) -> None:
+    given: tuple[Any, ...] = ("parameter_server", {}, "", {}, "Adam", "")
+    for said in replicas(jobs.go_on, 2, *given, servers=1):
+        assert "whose state was on servers under a strategy that is closed" in said
 
 
 def test_close_once_more_changes_nothing(replicas: Replicas) -> None:

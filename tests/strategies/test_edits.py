@@ -55,6 +55,12 @@ def test_every_change_is_told_once(replicas: Replicas, change: str, deterministi
         assert "beside strategy.backward(), by another backward() or by hand" in text
 
 
+def test_a_change_that_begins_late_is_told(replicas: Replicas) -> None:
+    for said in replicas(jobs.late, 2, 8):
+        (text,) = said
+        assert "beside strategy.backward(), by another backward() or by hand" in text
+
+
 def test_each_training_is_told(replicas: Replicas) -> None:
     for of_each in replicas(jobs.two_trainings, 2):
         assert [len(said) for said in of_each] == [1, 1]

@@ -434,6 +434,21 @@ def test_more_steps_are_trained_than_were_asked_for_before(tmp_path: Path) -> No
     assert found[-1].history == until(9, "at once").history
 
 
+def test_an_epoch_that_was_cut_stops_no_training(tmp_path: Path) -> None:
+    def until(steps: int | None, folder: str) -> dict[str, Any]:
+        fit_count.end()
+        made = trainer()
+        stops = sp.callbacks.EarlyStopping("loss", patience=9)
+        backup = sp.callbacks.BackupAndRestore(tmp_path / folder, delete_checkpoint=False)
+        given: dict[str, Any] = {"epochs": 3, "batch_size": 5, "callbacks": [stops, backup]}
+        made.fit(data(), max_steps=steps, verbose=0, **given)
+        return stops.state_dict()
+
+    cut = until(5, "in parts")
+    assert (cut["best_epoch"], cut["wait"]) == (0, 0)  # the second has one of its batches
+    assert until(None, "in parts") == until(None, "at once")
+
+
 @given(st.lists(st.floats(0.001, 10.0), min_size=50, max_size=50), st.floats(0.1, 30.0))
 def test_meetings_come_in_time(steps: list[float], seconds: float) -> None:
     now = [0.0]

@@ -27,8 +27,8 @@ ADVICE = (
 )
 
 
-FIRST = 16
-"""Updates in which norms are taken where training is not deterministic."""
+FIRST, SELDOM = 16, 61
+"""Where training is not deterministic, norms are taken in the first updates, then each so many."""
 
 
 class Edits:
@@ -40,13 +40,12 @@ class Edits:
     Args:
         optimizer: Whose gradients.
         deterministic: Whether edits are refused, and norms taken in all updates, not in the first
-            ones alone.
+            ones and a few alone.
     """
 
     def __init__(self, optimizer: Optimizer, deterministic: bool = False) -> None:
         self._deterministic, self._said = deterministic, False
-        self._norms = -1 if deterministic else FIRST
-        self._has_norms = True
+        self._noted, self._has_norms = 0, True
         self._left: dict[int, tuple[ref[Tensor], int, str]] = {}
         _install()
         _of_optimizers[optimizer] = self
@@ -57,13 +56,13 @@ class Edits:
         Args:
             parameters: Whose gradients.
         """
-        self._has_norms = self._norms != 0
+        self._noted += 1
+        self._has_norms = self._deterministic or self._noted <= FIRST or self._noted % SELDOM == 0
         if not self._has_norms:
             for parameter in parameters:
                 if (grad := parameter.grad) is not None:
                     self._left[id(parameter)] = ref(grad), grad._version, ""
             return
-        self._norms -= self._norms > 0
         for parameter, grad, norm in _with_norms(parameters):
             self._left[id(parameter)] = ref(grad), grad._version, norm
 

@@ -29,7 +29,7 @@ from spartito.engine.host_reads import Number
 from spartito.engine.kept_values import gradients_aside
 from spartito.engine.memory_layout import shaped
 from spartito.engine.optimizers import optimizer_parameters
-from spartito.errors import UserError
+from spartito.errors import TaskLostError, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -506,11 +506,12 @@ def views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
 def reduced(gradients: Gradients, piggybacked: Piggybacked) -> tuple[Number, Number, Piggybacked]:
     """What ``gradients.reduce`` returns; a sparse gradient is refused in words.
 
-    Each step would pay for a look at all of them: the operations on dense ones refuse it.
+    Each step would pay for a look at all of them: the operations on dense ones refuse it. Where
+    this task still waited, another one has found out first, and left.
     """
     try:
         return gradients.reduce(piggybacked)
-    except RuntimeError:
+    except (RuntimeError, TaskLostError):
         refuse_sparse(gradients.parameters)
         raise
 

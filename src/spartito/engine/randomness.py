@@ -38,7 +38,7 @@ from spartito.engine.keyed_draws import (
     refusal,
 )
 from spartito.engine.logged import listening
-from spartito.engine.step_context import StepContext, current, enter
+from spartito.engine.step_context import StepContext, current, within
 from spartito.errors import UserError
 
 aten = torch.ops.aten
@@ -110,6 +110,7 @@ class GlobalRandomness:
         """Tells what a forward pass draws, where calling the model does not."""
         self._idle = False
         self._known: dict[tuple[Any, ...], Rows] = {}
+        self._of_weights: set[Shape] = set()
 
     @_unseen
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -190,16 +191,18 @@ class GlobalRandomness:
     def measure_again(self) -> None:
         """Forget how random tensors hold the examples: the model may have changed."""
         self._known.clear()
+        self._of_weights.clear()
 
     def rows(self, func: Any, shape: Shape, now: _Pass) -> Rows:
         """How a random tensor that ``func`` is about to draw holds the examples.
 
         A shape alone does not tell: of a weight of (4, 4), or of four rows of four features. So
-        what was measured holds for the lines of the model that drew then.
+        what was measured holds for the lines of the model that drew then. Where there is such a
+        weight, one line may draw for that now, and for rows later: it is measured each time.
         """
         size, key = len(now.context.offsets), (now.made, func, *_lines(now))
         found = self._known.get(key)
-        if found is None or not found.fits(shape, size):
+        if found is None or not found.fits(shape, size) or self._may_be_of_weight(shape, now):
             if now.plan is None:
                 now.plan = _measure(now, self.look or partial(_look, now.module))
             made, found = now.plan[now.made] if now.made < len(now.plan) else (None, None)
@@ -209,6 +212,11 @@ class GlobalRandomness:
         if found.each > 1 and now.packed:
             raise refusal(func, "packed sequences: their rows are ordered by time")
         return found
+
+    def _may_be_of_weight(self, shape: Shape, now: _Pass) -> bool:
+        if not self._of_weights:
+            self._of_weights = {tuple(weight.shape) for weight in now.module.parameters()}
+        return shape in self._of_weights
 
 
 def globalize(model: nn.Module) -> GlobalRandomness:
@@ -300,7 +308,7 @@ def _measure(now: _Pass, look: Callable[..., Draws]) -> list[tuple[Any, Rows | N
 
     The pass is made with a few of its rows, and leaves neither buffers nor the generator changed.
     """
-    size, context = len(now.context.offsets), current()
+    size = len(now.context.offsets)
     buffers = list(now.module.buffers())
     before = [buffer.clone() for buffer in buffers]
     state = torch.default_generator.get_state()
@@ -315,12 +323,11 @@ def _measure(now: _Pass, look: Callable[..., Draws]) -> list[tuple[Any, Rows | N
                 warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
                 made.append(look(*args, **kwargs))
 
-    enter(None)
     try:
-        with ThreadPoolExecutor(1) as aside:  # here we are below autograd, inside of an operation
+        # Here we are below autograd, inside of an operation.
+        with within(None), ThreadPoolExecutor(1) as aside:
             aside.submit(passes).result()
     finally:
-        enter(context)
         torch.default_generator.set_state(state)
         for buffer, value in zip(buffers, before, strict=True):
             buffer.data.copy_(value)  # a graph that wants it finds what it saw

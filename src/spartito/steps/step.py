@@ -43,12 +43,12 @@ from spartito.engine.checksum import DriftedError
 from spartito.engine.denormals import Denormals, flushed
 from spartito.engine.devices import divide_cores, move
 from spartito.engine.divided_update import DividedUpdates
-from spartito.engine.gradients import reduced
+from spartito.engine.gradients import Gradients, reduced
 from spartito.engine.host_reads import Number, read
 from spartito.engine.loss import LossFunction, weigh
 from spartito.engine.memory_check import check_memory
 from spartito.engine.meta_models import is_unmade, making, plan_values
-from spartito.engine.optimizer_step import ask_before_steps, stepped_apart, stop_asking
+from spartito.engine.optimizer_step import Asked, ask_before_steps, stepped_apart, stop_asking
 from spartito.engine.optimizers import (
     NoOptimizer,
     OptimizerLike,
@@ -68,7 +68,7 @@ from spartito.engine.optimizers import (
 from spartito.engine.precision import choose_precision, convert, make_loss_scale
 from spartito.engine.randomness import globalize
 from spartito.engine.sharding.hidden_parameters import asleep, check_shown
-from spartito.engine.step_context import StepContext, enter, leave
+from spartito.engine.step_context import StepContext, belong, enter, enter_none, leave
 from spartito.errors import SpartitoError, UserError
 from spartito.mesh.placing import hidden
 from spartito.names import nearest
@@ -117,6 +117,7 @@ class Step:
         self._sync_batchnorm = sync_batchnorm
         self._seed = 0
         self._entered: Batch | None = None
+        self._context: StepContext | None = None
         heartbeat.begin()
         divide_cores(team.cluster)
         team.form(parts)
@@ -219,11 +220,17 @@ class Step:
                 synchronized,
             )  # fmt: skip
         team.pairs.add(pair)
-        are_parts = isinstance(gradients, DividedUpdates) or 0 < self.parts.exchange.fraction < 1
-        ask_before_steps(made, self._step_by_hand, divided_state.refuse if are_parts else None)
+        belong(whole, weakref.WeakMethod(self._present), again=True)
+        ask_before_steps(made, self._step_by_hand, self._after_steps(gradients))
         step = weakref.proxy(self)  # who lets go of a strategy leaves its groups
         placement.prepared(pair, lambda pair: step._couple(pair))
         return whole, made
+
+    def _after_steps(self, gradients: Gradients) -> Asked | None:
+        """Who is asked before the steps of an optimizer once this strategy is closed."""
+        if isinstance(gradients, DividedUpdates) or 0 < self.parts.exchange.fraction < 1:
+            return divided_state.refuse
+        return None if self.team.outer.is_whole else divided_state.refuse_of_group
 
     def _couple(self, pair: Pair) -> None:
         """Couple what this task has of a pair with what other groups have of it."""
@@ -334,9 +341,30 @@ class Step:
         if looks_beyond:
             seed = self._seed if pairs.used is None else pairs.used.seed
             step = batch.epoch << 32 | batch.step
-            enter(StepContext(self.team.replicas, seed, step, batch.global_size, batch.offsets))
+            self._context = StepContext(
+                self.team.replicas, seed, step, batch.global_size, batch.offsets,
+                keep_apart=weakref.WeakMethod(self._keep_apart),
+            )  # fmt: skip
+            enter(self._context)
         else:
-            enter(None)  # that of a pair that was in use before
+            self._context = None
+            enter_none(self.team.replicas)  # that of a pair that was in use before
+
+    def _present(self) -> StepContext | None:
+        """What forward passes of our models belong to, if these replicas are still the same."""
+        context = self._context
+        return context if context and context.collective is self.team.replicas else None
+
+    def _keep_apart(self) -> None:
+        """Batches of another strategy come between ours: a model belongs to its own."""
+        for pair in self.team.pairs.all:
+            if pair.looks_beyond:
+                belong(pair.model, weakref.WeakMethod(self._present))
+
+    def _come_back(self) -> None:
+        """Go on with our batch: others may have been taken from another strategy meanwhile."""
+        if (context := self._present()) is not None:
+            enter(context)
 
     # A step
 
@@ -370,6 +398,7 @@ class Step:
         self.recovery.begin(pair, batch)
         if self._entered is not batch:
             self.enter(batch)
+        self._come_back()
         self._entered = None  # computed again, it is entered again
         output = self.computation.train(pair, batch, loss)
         pair.passes += 1
@@ -506,6 +535,7 @@ class Step:
     def backward(self, losses: Any, batch: Batch) -> None:
         """As `Strategy.backward`."""
         computation, team = self.computation.by_hand("backward"), self.team
+        self._come_back()
         found = weigh(losses, batch)
         if not found.value.requires_grad:
             raise no_gradient()
@@ -792,6 +822,7 @@ class Step:
     def _let_go(self) -> None:
         """End what holds in this process while the strategy is in use, and nobody else's."""
         leave(self.team.replicas)
+        self._context = None
         self.denormals.close()
         self.team.forget_clipping()
         for pair in self.team.pairs.all:
@@ -810,6 +841,8 @@ class Step:
         try:
             with self.coordination.during("close"):
                 self.coordination.compare()
+                if not self.team.outer.is_whole:
+                    self.synchronize()  # what is done with the model later is done by all
         except DriftedError:
             raise
         except SpartitoError:

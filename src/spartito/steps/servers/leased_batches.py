@@ -65,6 +65,10 @@ class Computer(Protocol):
         """How a stream is divided into work items."""
         ...
 
+    def follow(self) -> None:
+        """Before an epoch: take in what was put into the model."""
+        ...
+
     def enter(self, batch: Batch) -> None:
         """Announce the next batch."""
         ...
@@ -267,6 +271,8 @@ class Leased(Distributed):
 
     def _run_epoch(self, stream: int, epoch: int, figures: Figures) -> Generator[Batch]:
         work, chief = self._coordination.work, self._coordination.chief
+        if work is not None:
+            self._computer.follow()
         while work is not None:
             yield from self._leases(work, self._pusher, stream, epoch, figures)
             over = chief is None or self._is_settled(chief, stream, epoch)

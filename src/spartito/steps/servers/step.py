@@ -25,10 +25,11 @@ from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader
 from spartito.data.placing import Placing
+from spartito.engine import divided_state, optimizer_step
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.buffers import in_words, watched
 from spartito.engine.denormals import flushed
-from spartito.engine.gradients import reduced
+from spartito.engine.gradients import Gradients, reduced
 from spartito.engine.logged import listening
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import (
@@ -426,6 +427,10 @@ class ServedStep(Step):
         self._join(self.team.pairs.only)
         return found
 
+    def _after_steps(self, gradients: Gradients) -> optimizer_step.Asked | None:
+        served = self._service.apart is None
+        return divided_state.refuse_of_servers if served else divided_state.refuse_of_group
+
     def distribute(
         self, dataset: Any, *, seed: int | None = None, training: bool = True
     ) -> Distributed:
@@ -500,6 +505,16 @@ class ServedStep(Step):
         self.coordination.leave()
 
     # What the leases ask for
+
+    def follow(self) -> None:
+        """Before an epoch: norms that came into the model are those of all members of a group.
+
+        Raises:
+            UserError: The training is deterministic, and workers that never meet have such norms.
+        """
+        if self._deterministic:
+            self._rules.check_deterministic(has_batchnorm(self.team.pairs.only.model))
+        self._follow()
 
     def plan(self, chain: Dataset, count: int, steps: int | None) -> Plan:
         """How a stream is divided into work items.

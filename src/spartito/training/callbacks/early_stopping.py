@@ -17,7 +17,8 @@ from spartito.training.callbacks.monitor import Monitor
 class EarlyStopping(Callback):
     """Stops when a figure has not improved for some epochs, as in Keras.
 
-    All replicas see the same logs and stop together.
+    All replicas see the same logs and stop together. An epoch that ``max_steps`` ends in the middle
+    does not count: it goes on with the training.
 
     Args:
         monitor: The figure to watch.
@@ -69,6 +70,8 @@ class EarlyStopping(Callback):
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Count the epochs without improvement."""
         if epoch < self.start_from_epoch:
+            return
+        if self.trainer.epoch <= epoch:  # `max_steps` has cut it: its figures come again, of all
             return
         value = self.monitor.read(logs)
         if self.monitor.better(value, self.best):
