@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import spartito as sp
+from spartito import folders
 from spartito.errors import PreemptedError, UnwritableError, UserError
 from spartito.failpoints import ENV
 from spartito.steps.coordination import SynchronousCoordination
@@ -418,6 +419,25 @@ def test_a_complete_fit_can_be_kept(tmp_path: Path) -> None:
     fit_count.end()
     again = fit(tmp_path, Tell(1, pytest.fail), delete_checkpoint=False)
     assert (again.history, again.step) == (whole.history, whole.step)
+
+
+def test_a_training_that_a_callback_has_ended_is_over(tmp_path: Path) -> None:
+    """The script is lost after its fit: started again it trains no further epoch."""
+
+    def stopped() -> sp.Trainer:
+        fit_count.forget()  # as a new process
+        stops = sp.callbacks.EarlyStopping("loss", min_delta=10.0)
+        made = trainer()
+        backup = sp.callbacks.BackupAndRestore(tmp_path, every="epoch", share=None)
+        later = sp.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: made.wait())
+        given: list[sp.Callback] = [later, backup, stops]
+        made.fit(data(), epochs=9, batch_size=5, callbacks=given, verbose=0)
+        folders.release(fit_count.HOLDER)
+        return made
+
+    first, again = stopped(), stopped()
+    assert first.history.epoch == [0, 1]
+    assert (again.history, again.step) == (first.history, first.step)
 
 
 def test_more_steps_are_trained_than_were_asked_for_before(tmp_path: Path) -> None:

@@ -170,7 +170,23 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, num_replicas: int) -
     if isinstance(optimizer, LBFGS):
         raise UserError(
             f"LBFGS calls a closure several times a step, on {num_replicas} replicas",
-            "Use it on one device, or choose Adam or SGD.",
+            f"{_OWN_CLOSURE}, or choose Adam or SGD.",
+        )
+
+
+_OWN_CLOSURE = (
+    "Use it on one device, in a loop of your own: optimizer.step(closure), with loss.backward() in "
+    "the closure"
+)
+
+
+def check_computes_once(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that computes the loss several times a step, which we compute once."""
+    if isinstance(optimizer, LBFGS):
+        raise UserError(
+            "LBFGS computes the loss of a batch several times in a step, and Spartito's steps "
+            "compute it once",
+            f"{_OWN_CLOSURE}, or choose Adam or SGD.",
         )
 
 

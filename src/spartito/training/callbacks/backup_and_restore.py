@@ -214,15 +214,14 @@ class BackupAndRestore(Callback):
             self._meet()
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Save when it is due."""
+        """Save when it is due; also that a callback has ended the training here."""
         if self.interval.at_epochs or self._is_due:
-            self._meet()
+            self._meet(ends=True)
 
     def on_train_end(self) -> None:
         """Keep all of this training, or what there is until the script ends."""
         if not self.delete_checkpoint:
-            stopped = self.trainer.stop_training and not self.trainer.is_at_end
-            self._save(later=False, over=stopped)  # max_steps may be another next time
+            self._save(later=False, over=self._is_over)
         self._trainer.wait()
         if self._fit is not None:
             self._fit.state = "complete"
@@ -291,11 +290,21 @@ class BackupAndRestore(Callback):
         finally:
             self.backups.release()
 
-    def _meet(self) -> None:
-        """Agree whether to save now, and when to meet again: not while one is being written."""
+    @property
+    def _is_over(self) -> bool:
+        """Whether a callback wants the end here: ``max_steps`` may be another next time."""
+        return self.trainer.stop_training and not self.trainer.is_at_end
+
+    def _meet(self, ends: bool = False) -> None:
+        """Agree whether to save now, and when to meet again: not while one is being written.
+
+        Args:
+            ends: Whether an epoch ends here, and with it the training where a task wants that.
+        """
         step, coordination = self.trainer.step, self.trainer.coordination
         saves, since = self._trainer.saves, time.monotonic() - self._last
-        mine = [saves.writes, saves.cost, since, *self.interval.meet(step)]
+        over = ends and self._is_over
+        mine = [saves.writes, saves.cost, over, since, *self.interval.meet(step)]
         with coordination.during("save"):
             told = [json.loads(text) for text in coordination.tell_all(json.dumps(mine))]
             *_, since, due, self._next = told[0]
@@ -306,7 +315,7 @@ class BackupAndRestore(Callback):
                 self._next = step + max(1, (self._next - step) // SOONER)
             elif since >= self._wait(max(cost for _, cost, *_ in told)):
                 self._last = time.monotonic()
-                self._save(later=True)
+                self._save(later=True, over=any(over for _, _, over, *_ in told))
 
     def _wait(self, cost: float) -> float:
         """Seconds from one backup to the next, where one costs so many."""
