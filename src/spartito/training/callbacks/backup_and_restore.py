@@ -38,6 +38,7 @@ from spartito.training.backups.remote import RemoteBackups
 from spartito.training.callback import Callback, Logs
 from spartito.training.history import History
 from spartito.training.preemption import Notice, Preemption, Source, numbers_of
+from spartito.training.train_modes import Roles, are_roles, take_roles
 from spartito.urls import is_remote, local_path
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ class BackupAndRestore(Callback):
         self._fit: Fit | None = None
         self._store: HeldStore | None = None
         self._number, self._comes_late = 1, False
+        self._trains, self._first = False, Roles()
         self.written = 0
         """How many were begun."""
         self.missed = 0
@@ -145,6 +147,8 @@ class BackupAndRestore(Callback):
         """
         self._trainer, self._of = trainer, of
         self._fit, self._number = None, 1
+        if not self._trains:
+            self._first = trainer.modes.roles(trainer.model)
         self.backups = self._backups_of(1)
         self._comes_late = trainer.coordination.joins
         if self._comes_late:
@@ -155,6 +159,7 @@ class BackupAndRestore(Callback):
                 try:
                     trainer.load(path)
                     found = read_sections(path, OF)[OF]
+                    self._take_roles(found)
                 except UserError:
                     if trainer.coordination.decides:
                         raise
@@ -184,6 +189,12 @@ class BackupAndRestore(Callback):
             for fit in fit_count.adopt(where, self, self._number):
                 self._fit = self._kept(fit)
 
+    def _take_roles(self, found: dict[str, Any]) -> None:
+        """Have what a callback had frozen and put into eval mode, unless the script is another."""
+        model, first = self._trainer.model, found.get("first")  # earlier versions kept none
+        if first and (self._trains or are_roles(model, first, self._first)):
+            take_roles(model, found["roles"])
+
     def go_back(self) -> str:
         """Have model and optimizer as in the newest backup, with the options of now; all call it.
 
@@ -203,6 +214,7 @@ class BackupAndRestore(Callback):
 
     def on_train_begin(self) -> None:
         """Find out when to save first."""
+        self._trains = True
         if self._fit is not None:
             self._fit.state = "running"
         self._next, self._owed = self.interval.begin(self.trainer.step), False
@@ -223,11 +235,13 @@ class BackupAndRestore(Callback):
         if not self.delete_checkpoint:
             self._save(later=False, over=self._is_over)
         self._trainer.wait()
+        self._trains = False
         if self._fit is not None:
             self._fit.state = "complete"
 
     def on_train_error(self, error: BaseException) -> None:
         """Leave the rest of this fit to the next one."""
+        self._trains = False
         if self._fit is not None:
             self._fit.state = "interrupted"
 
@@ -340,9 +354,21 @@ class BackupAndRestore(Callback):
             end,
             later=later,
             otherwise=self._miss,
-            beside=lambda: {OF: {"history": asdict(trainer.history), "over": over}},
+            beside=lambda: {
+                OF: {"history": asdict(trainer.history), "over": over, **self._roles()}
+            },
             keeps=not self.delete_checkpoint,
         )
+
+    def _roles(self) -> dict[str, Roles]:
+        """What no tensor tells of the model, now and when the fit began; all tasks call it."""
+        trainer = self._trainer
+        mine = {"first": self._first, "roles": trainer.modes.roles(trainer.model)}
+        told = [json.loads(text) for text in trainer.coordination.tell_all(json.dumps(mine))]
+        return {
+            when: {kind: sorted({n for one in told for n in one[when][kind]}) for kind in names}
+            for when, names in mine.items()
+        }
 
     def _leave(self) -> str:
         """Save, and say where it goes on."""
