@@ -169,7 +169,9 @@ def test_worker_processes_are_kept() -> None:
         )
         reader = Loader(as_dataset(loader), seed=1)
         reader.load_state_dict({"pass": 0, "step": 2})
+        state = torch.get_rng_state()
         passes = [torch.cat([batch.data for batch in reader]) for _ in range(2)]
+        assert torch.equal(torch.get_rng_state(), state)  # from which the model draws
         assert len(passes[0]) in (23, 24)  # from the third batch on
         counts = Counter(passes[1][:, 0].tolist())
         assert counts == Counter(n for n in range(40) if n != 7)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from threading import Event
@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import spartito as sp
+from spartito import folders
 from spartito.errors import PreemptedError, UnwritableError, UserError
 from spartito.failpoints import ENV
 from spartito.steps.coordination import SynchronousCoordination
@@ -418,6 +419,72 @@ def test_a_complete_fit_can_be_kept(tmp_path: Path) -> None:
     fit_count.end()
     again = fit(tmp_path, Tell(1, pytest.fail), delete_checkpoint=False)
     assert (again.history, again.step) == (whole.history, whole.step)
+
+
+def test_a_training_that_a_callback_has_ended_is_over(tmp_path: Path) -> None:
+    """The script is lost after its fit: started again it trains no further epoch."""
+
+    def stopped() -> sp.Trainer:
+        fit_count.forget()  # as a new process
+        stops = sp.callbacks.EarlyStopping("loss", min_delta=10.0)
+        made = trainer()
+        backup = sp.callbacks.BackupAndRestore(tmp_path, every="epoch", share=None)
+        later = sp.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: made.wait())
+        given: list[sp.Callback] = [later, backup, stops]
+        made.fit(data(), epochs=9, batch_size=5, callbacks=given, verbose=0)
+        folders.release(fit_count.HOLDER)
+        return made
+
+    first, again = stopped(), stopped()
+    assert first.history.epoch == [0, 1]
+    assert (again.history, again.step) == (first.history, first.step)
+
+
+class _Unfreeze(sp.Callback):
+    """From the second epoch on the first layer learns, and the second one's dropout is off."""
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        if epoch == 1:
+            first, second, *_ = self.trainer.model.children()
+            first.requires_grad_(True)
+            second.eval()
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_what_a_callback_has_frozen_goes_on(tmp_path: Path, changes: bool) -> None:
+    """A script that has changed meanwhile says itself what learns."""
+
+    def begun() -> nn.Module:
+        torch.manual_seed(0)
+        first = nn.Linear(3, 8).requires_grad_(False)
+        return nn.Sequential(first, nn.Dropout(), nn.Linear(8, 2)).double()
+
+    def run(folder: str, until: int = 99, model: nn.Module | None = None) -> sp.Trainer:
+        made = trainer(model=model or begun())
+        backup = sp.callbacks.BackupAndRestore(tmp_path / folder, every=1, share=None)
+        wait = sp.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: made.wait())
+
+        def end() -> None:
+            raise KeyboardInterrupt
+
+        given: list[sp.Callback] = [_Unfreeze(), wait, Tell(until, end), backup]
+        with suppress(KeyboardInterrupt):
+            made.fit(data(), epochs=3, batch_size=5, callbacks=given, verbose=0)
+        return made
+
+    run("a", until=11)
+    changed = begun()
+    changed.get_parameter("2.bias").requires_grad_(False)
+    resumed = run("a", model=changed if changes else None)
+    learns = [each.requires_grad for each in resumed.model.parameters()]
+    if changes:
+        assert learns == [False, False, True, False]
+        return
+    whole = run("b")
+    assert (learns, resumed.model.get_submodule("1").training) == ([True] * 4, False)
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert resumed.history == whole.history
 
 
 def test_more_steps_are_trained_than_were_asked_for_before(tmp_path: Path) -> None:

@@ -341,6 +341,30 @@ def test_resuming_anywhere_is_going_on(tmp_path: Path, steps: int | None, after:
         assert values == pytest.approx(history.history[name][begun:], abs=1e-12)
 
 
+def test_a_schedule_after_a_warm_up_comes_to_its_turn_after_a_resume(tmp_path: Path) -> None:
+    """torch asks the milestones of `MultiStepLR`, a Counter, for more than a dict has."""
+
+    def make() -> sp.Trainer:
+        return trainer(scheduler=warm_up)
+
+    def warm_up(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        parts: list[Any] = [
+            torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5),
+            torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2, 2]),
+        ]
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [5])
+
+    whole = make()
+    whole.fit(data(), epochs=1, batch_size=5, verbose=0)
+    whole.save(tmp_path / "saved")
+    whole.fit(data(), epochs=1, batch_size=5, verbose=0)
+    resumed = make()
+    resumed.load(tmp_path / "saved")
+    resumed.fit(data(), epochs=2, batch_size=5, verbose=0)
+    assert equal(weights(whole), weights(resumed))
+    assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
+
+
 def test_other_metrics_after_a_resume(tmp_path: Path) -> None:
     class Save(sp.Callback):
         def on_train_batch_end(self, batch: int, logs: Any) -> None:

@@ -15,6 +15,74 @@ from spartito.training.resume import next_epoch
 from tests.training.jobs import data, on_replicas, resume_uneven, trainer
 
 
+class Ahead(torch.optim.Optimizer):
+    """Around another optimizer, whose state its own `state_dict` has, as timm's Lookahead."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.base = torch.optim.Adam(parameters, 0.1)
+        super().__init__(self.base.param_groups, {})
+        self.base.param_groups = self.param_groups
+        self.slow = [each.detach().clone() for each in self.param_groups[0]["params"]]
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+        self.steps += 1
+        for fast, slow in zip(self.param_groups[0]["params"], self.slow, strict=True):
+            if self.steps % 3 == 0:
+                fast.data.copy_(slow.lerp_(fast.data, 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": self.base.state_dict(), "slow": self.slow, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.base.load_state_dict(state["base"])
+        self.param_groups = self.base.param_groups
+        self.slow, self.steps = state["slow"], state["steps"]
+
+
+class Slower(torch.optim.Optimizer):
+    """Counts its steps for all parameters together."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["all"] = {"steps": self.state.get("all", {"steps": 0})["steps"] + 1}  # type: ignore[index, call-overload]
+        for each in self.param_groups[0]["params"]:
+            each.data -= each.grad / self.state["all"]["steps"]  # type: ignore[index]
+
+
+class Summing(torch.optim.Optimizer):
+    """Has the values of its parameters in another dtype."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.param_groups[0]["params"]:
+            state = self.state[each]
+            state.setdefault("single", each.detach().float().mul_(0.1))
+            state.setdefault("seen", torch.ones_like(each, dtype=torch.bool))
+            assert (state["single"].dtype, state["seen"].dtype) == (torch.float32, torch.bool)
+            state["single"] -= 0.1 * each.grad.float()
+            each.data.copy_(state["single"])
+
+
+@pytest.mark.parametrize("optimizer", [Ahead, Slower, Summing])
+def test_what_an_optimizer_of_ones_own_keeps_goes_on(tmp_path: Path, optimizer: Any) -> None:
+    whole, resumed = trainer(optimizer=optimizer), trainer(optimizer=optimizer)
+    given = chain()
+    whole.fit(given, epochs=1, verbose=0)
+    whole.save(tmp_path / "saved")
+    whole.fit(given, epochs=1, verbose=0)
+    resumed.load(tmp_path / "saved")
+    resumed.fit(given, epochs=2, verbose=0)
+    assert resumed.step == whole.step
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def chain(count: int = 20, batch: int = 5) -> sp.data.Dataset:
     return sp.data.arrays(*data(count)).shuffle().batch(batch)
 

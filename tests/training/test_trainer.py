@@ -89,6 +89,31 @@ def test_without_an_optimizer_one_can_only_look() -> None:
     assert set(figures) == {"loss"}
 
 
+def test_lbfgs_is_for_loops_of_ones_own() -> None:
+    """Its step computes the loss several times."""
+    model, (x, y) = net(), data()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(UserError, match="LBFGS computes the loss of a batch several times"):
+        trainer(model=model, optimizer=optimizer)
+    strategy = sp.OneDeviceStrategy()
+    prepared, _ = strategy.prepare(model, optimizer)
+    for batch in strategy.distribute(sp.data.arrays(x, y).batch(20)):
+        before = nn.functional.cross_entropy(prepared(batch.x), batch.y)
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(prepared(x), y)
+            loss.backward()
+            return loss.item()
+
+        optimizer.step(closure)
+        assert nn.functional.cross_entropy(prepared(x), y) < before
+        strategy.backward(nn.functional.cross_entropy(prepared(batch.x), batch.y), batch)
+        for step in (lambda: strategy.update(optimizer), lambda: optimizer.step(closure)):
+            with pytest.raises(UserError, match=r"loss\.backward\(\) in the closure"):
+                step()
+
+
 def refused(strategy: sp.Strategy) -> list[str]:
     """What two replicas say of optimizers that they cannot share."""
     messages = []

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain, islice
 from threading import Lock
 from typing import Any
 
+import torch
 from torch.utils import data as torch_data
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -118,7 +120,9 @@ class Processes:
 
     def __init__(self, like: DataLoader[Any], reading: Reading, lasting: bool) -> None:
         """``lasting`` keeps the processes from one call of `read` to the next in any case."""
-        self._wanted = _Wanted()
+        self._wanted, self._seed = _Wanted(), reading.seed
+        # Else torch draws the processes' seed from the generator from which the model draws.
+        self._generator = torch.Generator() if like.generator is None else None
         self._loader: DataLoader[Found | UserError] = DataLoader(
             _Batches(reading),
             batch_sampler=self._wanted,  # type: ignore[arg-type]
@@ -128,14 +132,20 @@ class Processes:
             timeout=like.timeout,
             worker_init_fn=_Begin(like.worker_init_fn),
             multiprocessing_context=like.multiprocessing_context,
-            generator=like.generator,
+            generator=self._generator or like.generator,
             prefetch_factor=like.prefetch_factor,
             persistent_workers=lasting or like.persistent_workers,
         )
 
     def read(self, wanted: Iterable[Wanted]) -> Iterator[Found]:
         """What `Reading.many` finds for each of ``wanted``, in their order, read ahead."""
-        self._wanted.now = wanted
+        wanted = iter(wanted)
+        first = list(islice(wanted, 1))
+        if self._generator is not None and first:
+            epoch, indices = first[0]
+            drawn = example_generator(self._seed, epoch, next(iter(indices), 0)).integers(2**63)
+            self._generator.manual_seed(int(drawn))
+        self._wanted.now = chain(first, wanted)
         for found in self._loader:
             if isinstance(found, UserError):
                 raise found

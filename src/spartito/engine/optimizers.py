@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, SGD, Optimizer
+from torch.utils._pytree import tree_map_only
 
 from spartito.accelerators import kind_of
 from spartito.engine.fused_update import OurHook
@@ -170,7 +171,23 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, num_replicas: int) -
     if isinstance(optimizer, LBFGS):
         raise UserError(
             f"LBFGS calls a closure several times a step, on {num_replicas} replicas",
-            "Use it on one device, or choose Adam or SGD.",
+            f"{_OWN_CLOSURE}, or choose Adam or SGD.",
+        )
+
+
+_OWN_CLOSURE = (
+    "Use it on one device, in a loop of your own: optimizer.step(closure), with loss.backward() in "
+    "the closure"
+)
+
+
+def check_computes_once(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that computes the loss several times a step, which we compute once."""
+    if isinstance(optimizer, LBFGS):
+        raise UserError(
+            "LBFGS computes the loss of a batch several times in a step, and Spartito's steps "
+            "compute it once",
+            f"{_OWN_CLOSURE}, or choose Adam or SGD.",
         )
 
 
@@ -320,10 +337,15 @@ def fill_momentum(optimizer: Optimizer, *_: object, all_fresh: bool = False) -> 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state under the user's parameter names: ``{"state", "groups", "class"}``.
 
+    Besides ``"other_dtype"``, what of it has a dtype that is not the parameter's, by parameter. And
+    ``"own"`` instead of all state, what its own `state_dict` returns, where it has more to keep.
+
     Raises:
-        UserError: The optimizer has parameters that the model has no more.
+        UserError: The optimizer has parameters that the model has no more, or keeps a state of its
+            own, of which this task has a part.
     """
     check_members(optimizer, model)
+    named = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = {
         names[id(parameter)]: dict(values)
@@ -337,7 +359,35 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         }
         for group in optimizer.param_groups
     ]
-    return {"state": state, "groups": groups, "class": type(optimizer).__name__}
+    found = {"state": state, "groups": groups, "class": type(optimizer).__name__}
+    if keeps_its_own(optimizer):
+        if has_part(model):
+            raise UserError(
+                f"an {type(optimizer).__name__} keeps more than a state for each parameter, and "
+                "this task has a part of the model",
+                "Choose mirrored, or an optimizer of torch.",
+            )
+        return {**found, "state": {}, "own": optimizer.state_dict()}
+    others = {
+        name: keys
+        for name, values in state.items()
+        if (keys := [key for key, value in values.items() if _differs(value, named[name])])
+    }
+    return {**found, "other_dtype": others} if others else found
+
+
+def keeps_its_own(optimizer: Optimizer) -> bool:
+    """Whether it has more to keep than a state for each parameter, as what stands around another.
+
+    Then it says so itself, by a `state_dict` of its own, or has a state that is of no parameter.
+    """
+    return type(optimizer).state_dict is not Optimizer.state_dict or any(
+        not isinstance(key, Tensor) for key in optimizer.state
+    )
+
+
+def _differs(value: object, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.dtype != parameter.dtype
 
 
 def load_named_state(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
@@ -350,6 +400,9 @@ def load_named_state(model: nn.Module, optimizer: Optimizer, saved: dict[str, An
             "Build the optimizer as it was built when the checkpoint was written.",
         )
     _check_class(optimizer, saved.get("class"))
+    if (own := saved.get("own")) is not None:
+        optimizer.load_state_dict(tree_map_only(Tensor, Tensor.clone, own))
+        return
     missing = [name for name in saved["state"] if name not in parameters]
     if missing:
         raise UserError(f"the checkpoint's optimizer has state of {missing[0]}, the model has not")
@@ -360,9 +413,9 @@ def load_named_state(model: nn.Module, optimizer: Optimizer, saved: dict[str, An
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for name, values in saved["state"].items():
         parameter = parameters[name]
-        group = group_of.get(id(parameter), {})
+        group, others = group_of.get(id(parameter), {}), saved.get("other_dtype", {}).get(name, ())
         optimizer.state[parameter] = {
-            key: _like(value, parameter, counter_device(group, key, parameter))
+            key: _like(value, parameter, counter_device(group, key, parameter), key in others)
             if isinstance(value, torch.Tensor)
             else value
             for key, value in values.items()
@@ -399,10 +452,12 @@ def _check_class(optimizer: Optimizer, saved: str | None) -> None:
         )
 
 
-def _like(value: Tensor, parameter: Tensor, device: torch.device) -> Tensor:
+def _like(value: Tensor, parameter: Tensor, device: torch.device, keeps: bool) -> Tensor:
+    """A copy for the state of a parameter, in its dtype unless it ``keeps`` its own."""
     if value.dim() == 0:  # a step counter: keeps its own dtype
         return value.to(device, copy=True)
-    made = torch.empty_like(parameter.detach()) if value.shape == parameter.shape else None
-    if made is None:  # a shape of the optimizer's own
-        return value.to(device=parameter.device, dtype=parameter.dtype).clone()
+    dtype = value.dtype if keeps else parameter.dtype
+    if value.shape != parameter.shape:  # a shape of the optimizer's own
+        return value.to(device=parameter.device, dtype=dtype).clone()
+    made = torch.empty_like(parameter.detach(), dtype=dtype)
     return made.copy_(value)  # laid out as the parameter, whose update reads both together

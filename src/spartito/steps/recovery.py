@@ -437,6 +437,7 @@ def state_of(pair: Pair) -> dict[str, Any]:
         "model": saved,
         "buffers": {name: each for name, each in model.named_buffers() if name not in saved},
         "learns": [name for name, each in model.named_parameters() if each.requires_grad],
+        "in_eval": [name for name, each in model.named_modules() if not each.training],
         "optimizer": named_state(model, pair.optimizer),
         "loss_scale": pair.loss_scale.state_dict(),
     }
@@ -465,6 +466,8 @@ def load_state(pair: Pair, saved: dict[str, Any], strict: bool = True) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad != (name in learns):
             parameter.requires_grad_(name in learns)
+    for name, module in model.named_modules():
+        module.training = name not in saved["in_eval"]
     load_named_state(model, pair.optimizer, saved["optimizer"])
     if scale := saved["loss_scale"]:
         pair.loss_scale.load_state_dict(scale)

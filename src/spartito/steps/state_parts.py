@@ -256,13 +256,17 @@ def saved_optimizer(
         cuts: Which of them this task has a part of.
 
     Returns:
-        "groups", "class" and "state"; the last is read parameter by parameter.
+        "groups", "class" and "state", which is read parameter by parameter; "other_dtype" and
+        "own" where they are there.
     """
     tree = saved.tree("optimizer")
     names = {name for name in tree["state"] if name in own or name not in all_}
-    groups = unpack_state(tree["groups"], whole(saved.tensors("optimizer")))
-    state = _OwnState(saved, "optimizer", "state", names, cuts)
-    return {"groups": groups, "state": state, "class": tree.get("class")}
+    plain = {
+        key: unpack_state(tree[key], whole(saved.tensors("optimizer")))
+        for key in ("groups", "class", "other_dtype", "own")
+        if key in tree
+    }
+    return {**plain, "state": _OwnState(saved, "optimizer", "state", names, cuts)}
 
 
 def saved_gradients(saved: Saved, own: set[str], cuts: Mapping[str, Cut]) -> dict[str, Any]:

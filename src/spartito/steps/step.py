@@ -52,6 +52,7 @@ from spartito.engine.optimizer_step import Asked, ask_before_steps, stepped_apar
 from spartito.engine.optimizers import (
     NoOptimizer,
     OptimizerLike,
+    check_computes_once,
     check_initialized,
     check_lookups,
     check_members,
@@ -579,6 +580,7 @@ class Step:
 
     @flushed
     def _update_by_hand(self, optimizer: Optimizer) -> None:
+        check_computes_once(optimizer)
         pair = self.team.pairs.of(optimizer)
         if pair.accumulate > 1:
             what = f"update() after prepare(accumulate={pair.accumulate})"
@@ -598,6 +600,7 @@ class Step:
             if cluster.world_size == 1 and not cluster.addresses.get("ps"):
                 return False
             raise stepped_apart(optimizer, cluster.num_computing)
+        check_computes_once(optimizer)
         if any(each is not None for each in given):
             raise UserError(
                 f"{type(optimizer).__name__}.step(closure) after strategy.backward()",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from inspect import signature
@@ -55,8 +56,7 @@ class Schedule:
 
     def go_on(self, state: dict[str, Any] | None, ahead: int) -> None:
         """Be as was saved, and ``ahead`` of the position by so many steps, or behind."""
-        if self.scheduler is not None and state is not None:
-            self.scheduler.load_state_dict(state)
+        load_scheduler(self.scheduler, state)
         if self.by_step is None:
             return
         self.ahead = max(0, ahead)
@@ -184,3 +184,23 @@ def _made(given: Any, optimizer: Optimizer) -> Scheduler:
 def scheduler_state(scheduler: Scheduler | None) -> dict[str, Any] | None:
     """What a checkpoint keeps of it."""
     return None if scheduler is None else dict(scheduler.state_dict())
+
+
+def load_scheduler(scheduler: Scheduler | None, state: dict[str, Any] | None) -> None:
+    """Take back what `scheduler_state` returned, as a checkpoint has it."""
+    if scheduler is not None and state is not None:
+        scheduler.load_state_dict(_in_kinds_of(scheduler.state_dict(), state))
+
+
+def _in_kinds_of(now: Any, saved: Any) -> Any:
+    """What was ``saved`` of a scheduler, with the kinds of dict that it has ``now``.
+
+    A checkpoint knows one kind, and torch asks more of some: `MultiStepLR` of its milestones, a
+    Counter, where it comes after a warm-up in a `SequentialLR`.
+    """
+    if isinstance(now, dict) and isinstance(saved, dict):
+        found = {key: _in_kinds_of(now.get(key), value) for key, value in saved.items()}
+        return Counter(found) if isinstance(now, Counter) else found
+    if isinstance(now, list) and isinstance(saved, list) and len(now) == len(saved):
+        return [_in_kinds_of(*pair) for pair in zip(now, saved, strict=True)]
+    return saved

@@ -11,6 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from spartito.engine.optimizers import unwrap
 from spartito.notes import warn
+from spartito.steps.state_parts import parameters_here
 
 
 @contextmanager
@@ -46,9 +47,7 @@ class Modes:
             tells: Whether to say once that dropout stays off in a part that learns.
         """
         modules = list(unwrap(model).modules())
-        chosen = {id(module): module.training for module in modules}
-        if not any(chosen.values()):
-            chosen = {id(module): mode for module, mode in self._known}
+        chosen = self._chosen(model)
         model.train()  # a model's own train() may leave some of it in eval mode, too
         for module in modules:
             module.training = module.training and chosen.get(id(module), True)
@@ -60,6 +59,48 @@ class Modes:
                 name,
             )
             self._told = True
+
+    def _chosen(self, model: nn.Module) -> dict[int, bool]:
+        """The mode of each module, by its id, in which the next epoch is to begin."""
+        chosen = {id(module): module.training for module in unwrap(model).modules()}
+        if any(chosen.values()):
+            return chosen
+        return {id(module): mode for module, mode in self._known}
+
+    def roles(self, model: nn.Module) -> Roles:
+        """What learns here, and in which modes the next epoch begins."""
+        chosen, here = self._chosen(model), parameters_here(model)
+        fixed = [
+            name
+            for name, each in unwrap(model).named_parameters()
+            if name in here and not each.requires_grad
+        ]
+        modules = unwrap(model).named_modules()
+        return {
+            "fixed": fixed,
+            "eval": [n for n, each in modules if not chosen.get(id(each), True)],
+        }
+
+
+Roles = dict[str, list[str]]
+"""What no tensor tells of a model, by names: parameters that do not learn, modules in eval mode."""
+
+
+def are_roles(model: nn.Module, roles: Roles, now: Roles) -> bool:
+    """Whether ``roles`` of all tasks are those of this one ``now``."""
+    here = parameters_here(model)
+    fixed = {name for name in roles["fixed"] if name in here}
+    return (fixed, {*roles["eval"]}) == ({*now["fixed"]}, {*now["eval"]})
+
+
+def take_roles(model: nn.Module, roles: Roles) -> None:
+    """Have the model as it was when it had these roles."""
+    here = parameters_here(model)
+    for name, parameter in unwrap(model).named_parameters():
+        if name in here and parameter.requires_grad == (name in roles["fixed"]):
+            parameter.requires_grad_(name not in roles["fixed"])
+    for name, module in unwrap(model).named_modules():
+        module.training = name not in roles["eval"]
 
 
 def without_dropout(model: nn.Module) -> str:

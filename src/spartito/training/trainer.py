@@ -17,7 +17,12 @@ from spartito.checkpoint.manager import read_sections
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.engine.devices import move
 from spartito.engine.loss import LossFunction, make_loss
-from spartito.engine.optimizers import NoOptimizer, OptimizerLike, unwrap
+from spartito.engine.optimizers import (
+    NoOptimizer,
+    OptimizerLike,
+    check_computes_once,
+    unwrap,
+)
 from spartito.engine.recompute import Recompute, recompute
 from spartito.errors import PreemptedError, UnwritableError, UserError
 from spartito.folders import check_free
@@ -180,6 +185,7 @@ class Trainer:
             deterministic=deterministic,
             seed=seed,
         )
+        check_computes_once(self.optimizer)
         have_skipped(self.on_nonfinite, self.strategy, self.optimizer)
         report_norm(self.strategy, self.optimizer, metrics)
         if isinstance(self.loss, nn.Module):  # it may have weights of its own

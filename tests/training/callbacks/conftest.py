@@ -43,6 +43,7 @@ class Loop:
     epochs: int = 0
     steps_per_epoch: int | None = 4
     stop_training: bool = False
+    went_on: bool = False
     left_to_evaluator: bool = False
     data_wait_fraction: float = 0.012
     examples_per_second: float = 1234.5

@@ -78,7 +78,47 @@ def test_rows_that_are_done_again_go_whatever_columns_came(trainer: Any, tmp_pat
         ["1", "0.5", "0.75", "", ""],
         ["1", "2.0", "", "", "4.0"],
     ]
-    assert again.state_dict() == {"rows": 2}
+    assert again.state_dict() == {"rows": 2, "last": ["1", "2.0", "", "", "4.0"]}
+
+
+@pytest.mark.parametrize("append", [True, False])
+def test_rows_of_another_training_stay(trainer: Any, tmp_path: Path, append: bool) -> None:
+    """One was killed in its third epoch, and goes on once another one has used the file."""
+    path = tmp_path / "log.csv"
+    first = CSVLogger(path, append=append)
+    trainer.fit(first, epochs=EPOCHS)
+    state = first.state_dict()
+    with path.open("a") as file:
+        file.write("3,0.125,1.0\r\n")  # after its last backup
+    trainer.fit(CSVLogger(path, append=append), epochs=[{"loss": 9.0, "accuracy": 0.0}] * 4)
+    again = CSVLogger(path, append=append)
+    again.load_state_dict(state)
+    trainer.fit(again, epochs=[{"loss": 2.0, "accuracy": 0.0}])
+    kept = {each.name: [row[0] for row in rows(each)[1:]] for each in tmp_path.iterdir()}
+    others = ["1", "2", "3", "4"]
+    if append:
+        assert kept == {"log.csv": ["1", "2", *others, "1"]}
+    else:
+        assert kept == {"log.csv.1": ["1", "2", "3"], "log.csv.2": others, "log.csv": ["1"]}
+
+
+@pytest.mark.parametrize("append", [True, False])
+def test_who_goes_on_in_place_of_a_lost_chief_has_its_rows(
+    trainer: Any, tmp_path: Path, append: bool
+) -> None:
+    path = tmp_path / "log.csv"
+    trainer.fit(CSVLogger(path, append=append), epochs=EPOCHS)
+    with path.open("a") as file:
+        file.write("3,0.1")  # it was killed here
+    trainer.strategy.is_chief = False
+    another = CSVLogger(path, append=append)
+    trainer.fit(another, epochs=EPOCHS)
+    trainer.strategy.is_chief = trainer.went_on = True
+    another.load_state_dict(another.state_dict())
+    another.on_train_begin()
+    another.on_epoch_end(1, EPOCHS[1])  # which may be called again
+    another.on_epoch_end(2, {"loss": 2.0, "accuracy": 0.5})
+    assert rows(path)[1:] == [["1", "0.5", "0.75"], ["2", "0.25", "1.0"], ["3", "2.0", "0.5"]]
 
 
 def test_a_header_that_is_appended_to_stays(

@@ -38,6 +38,7 @@ from spartito.training.backups.remote import RemoteBackups
 from spartito.training.callback import Callback, Logs
 from spartito.training.history import History
 from spartito.training.preemption import Notice, Preemption, Source, numbers_of
+from spartito.training.train_modes import Roles, are_roles, take_roles
 from spartito.urls import is_remote, local_path
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ class BackupAndRestore(Callback):
         self._fit: Fit | None = None
         self._store: HeldStore | None = None
         self._number, self._comes_late = 1, False
+        self._trains, self._first = False, Roles()
         self.written = 0
         """How many were begun."""
         self.missed = 0
@@ -145,6 +147,8 @@ class BackupAndRestore(Callback):
         """
         self._trainer, self._of = trainer, of
         self._fit, self._number = None, 1
+        if not self._trains:
+            self._first = trainer.modes.roles(trainer.model)
         self.backups = self._backups_of(1)
         self._comes_late = trainer.coordination.joins
         if self._comes_late:
@@ -155,6 +159,7 @@ class BackupAndRestore(Callback):
                 try:
                     trainer.load(path)
                     found = read_sections(path, OF)[OF]
+                    self._take_roles(found)
                 except UserError:
                     if trainer.coordination.decides:
                         raise
@@ -184,6 +189,12 @@ class BackupAndRestore(Callback):
             for fit in fit_count.adopt(where, self, self._number):
                 self._fit = self._kept(fit)
 
+    def _take_roles(self, found: dict[str, Any]) -> None:
+        """Have what a callback had frozen and put into eval mode, unless the script is another."""
+        model, first = self._trainer.model, found.get("first")  # earlier versions kept none
+        if first and (self._trains or are_roles(model, first, self._first)):
+            take_roles(model, found["roles"])
+
     def go_back(self) -> str:
         """Have model and optimizer as in the newest backup, with the options of now; all call it.
 
@@ -203,6 +214,7 @@ class BackupAndRestore(Callback):
 
     def on_train_begin(self) -> None:
         """Find out when to save first."""
+        self._trains = True
         if self._fit is not None:
             self._fit.state = "running"
         self._next, self._owed = self.interval.begin(self.trainer.step), False
@@ -214,21 +226,22 @@ class BackupAndRestore(Callback):
             self._meet()
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Save when it is due."""
+        """Save when it is due; also that a callback has ended the training here."""
         if self.interval.at_epochs or self._is_due:
-            self._meet()
+            self._meet(ends=True)
 
     def on_train_end(self) -> None:
         """Keep all of this training, or what there is until the script ends."""
         if not self.delete_checkpoint:
-            stopped = self.trainer.stop_training and not self.trainer.is_at_end
-            self._save(later=False, over=stopped)  # max_steps may be another next time
+            self._save(later=False, over=self._is_over)
         self._trainer.wait()
+        self._trains = False
         if self._fit is not None:
             self._fit.state = "complete"
 
     def on_train_error(self, error: BaseException) -> None:
         """Leave the rest of this fit to the next one."""
+        self._trains = False
         if self._fit is not None:
             self._fit.state = "interrupted"
 
@@ -291,11 +304,21 @@ class BackupAndRestore(Callback):
         finally:
             self.backups.release()
 
-    def _meet(self) -> None:
-        """Agree whether to save now, and when to meet again: not while one is being written."""
+    @property
+    def _is_over(self) -> bool:
+        """Whether a callback wants the end here: ``max_steps`` may be another next time."""
+        return self.trainer.stop_training and not self.trainer.is_at_end
+
+    def _meet(self, ends: bool = False) -> None:
+        """Agree whether to save now, and when to meet again: not while one is being written.
+
+        Args:
+            ends: Whether an epoch ends here, and with it the training where a task wants that.
+        """
         step, coordination = self.trainer.step, self.trainer.coordination
         saves, since = self._trainer.saves, time.monotonic() - self._last
-        mine = [saves.writes, saves.cost, since, *self.interval.meet(step)]
+        over = ends and self._is_over
+        mine = [saves.writes, saves.cost, over, since, *self.interval.meet(step)]
         with coordination.during("save"):
             told = [json.loads(text) for text in coordination.tell_all(json.dumps(mine))]
             *_, since, due, self._next = told[0]
@@ -306,7 +329,7 @@ class BackupAndRestore(Callback):
                 self._next = step + max(1, (self._next - step) // SOONER)
             elif since >= self._wait(max(cost for _, cost, *_ in told)):
                 self._last = time.monotonic()
-                self._save(later=True)
+                self._save(later=True, over=any(over for _, _, over, *_ in told))
 
     def _wait(self, cost: float) -> float:
         """Seconds from one backup to the next, where one costs so many."""
@@ -331,9 +354,21 @@ class BackupAndRestore(Callback):
             end,
             later=later,
             otherwise=self._miss,
-            beside=lambda: {OF: {"history": asdict(trainer.history), "over": over}},
+            beside=lambda: {
+                OF: {"history": asdict(trainer.history), "over": over, **self._roles()}
+            },
             keeps=not self.delete_checkpoint,
         )
+
+    def _roles(self) -> dict[str, Roles]:
+        """What no tensor tells of the model, now and when the fit began; all tasks call it."""
+        trainer = self._trainer
+        mine = {"first": self._first, "roles": trainer.modes.roles(trainer.model)}
+        told = [json.loads(text) for text in trainer.coordination.tell_all(json.dumps(mine))]
+        return {
+            when: {kind: sorted({n for one in told for n in one[when][kind]}) for kind in names}
+            for when, names in mine.items()
+        }
 
     def _leave(self) -> str:
         """Save, and say where it goes on."""

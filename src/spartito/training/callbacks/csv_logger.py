@@ -6,7 +6,7 @@ import csv
 import io
 import os
 import sys
-from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,8 @@ class CSVLogger(Callback):
         self._columns: list[str] = []
         self._rows = 0
         self._left_out: set[str] = set()
-        self._resumed: int | None = None
+        self._last: list[str] = []
+        self._resumed: tuple[int, list[str] | None] | None = None
 
     @property
     def is_device(self) -> bool:
@@ -57,22 +58,27 @@ class CSVLogger(Callback):
         """Make the file, and its folder, or read the header of the one to append to."""
         if not self.trainer.is_chief:
             return
+        resumed, self._resumed = self._resumed, None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._check_own()
-            goes_on = self._resumed is not None and self.path.exists()
-            if not (self.append or goes_on) and (older := put_aside(self.path)):
-                note("%s had the epochs of an earlier fit: they are in %s now", self.path, older)
-            keeps = self.append or goes_on
-            with self.path.open("a+" if keeps else "w+", newline="") as file:
-                if keeps:
-                    file.seek(0)
-                lines = file.readlines() if keeps else []
-                count = len(lines) if self._resumed is None else self._resumed
-                self._columns, self._rows, size = _read(lines, count)
-                if goes_on:
-                    file.truncate(size)
-                self._resumed = None
+            went_on, is_changed = self.trainer.went_on, False
+            goes_on = went_on or (resumed is not None and self.path.exists())
+            table = self._table() if self.append or goes_on else _Table()
+            if went_on:  # the process that wrote it is gone, and this one has counted no rows
+                is_changed = table.keep_until(self.trainer.epoch)
+            elif goes_on and resumed is not None:
+                goes_on = table.has(*resumed)
+                is_changed = goes_on and table.drop(resumed[0], all_=not self.append)
+            if not (self.append or goes_on):
+                table = _Table()
+                if older := put_aside(self.path):
+                    note("%s had the epochs of another fit: they are in %s now", self.path, older)
+            with self.path.open("a" if self.append or goes_on else "w", newline=""):
+                pass  # it can be written
+            if is_changed:
+                write_file_atomically(self.path.resolve(), "".join(table.lines))
+            self._columns, self._rows, self._last = table.header, len(table.rows), table.last
         except OSError as error:
             raise self._cannot(error) from error
 
@@ -80,6 +86,8 @@ class CSVLogger(Callback):
         """Add the row."""
         if not self.trainer.is_chief:
             return
+        if self.trainer.went_on and self._last[:1] == [str(epoch + 1)]:
+            return  # who was lost has written it
         row = {"epoch": epoch + 1} | dict(logs)
         new = [name for name in row if name not in self._columns]
         try:
@@ -89,19 +97,30 @@ class CSVLogger(Callback):
                 self._left_out.update(new)
             elif new:
                 self._widen(new)
+            cells = ["" if (cell := row.get(name)) is None else str(cell) for name in self._columns]
             with self.path.open("a", newline="") as file:
-                csv.writer(file).writerow([row.get(name, "") for name in self._columns])
+                csv.writer(file).writerow(cells)
         except OSError as error:
             raise self._cannot(error) from error
-        self._rows += 1
+        self._rows, self._last = self._rows + 1, cells
 
     def state_dict(self) -> dict[str, Any]:
-        """How many rows are in the file."""
-        return {"rows": self._rows}
+        """How many rows are in the file, and the last of them."""
+        return {"rows": self._rows, "last": self._last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Rows that came later are of epochs that are done again: they go when training begins."""
-        self._resumed = state.get("rows", sys.maxsize)
+        """Rows that came later are of epochs that are done again: they go when training begins.
+
+        Those of another training, which had the file meanwhile, stay.
+        """
+        self._resumed = state.get("rows", sys.maxsize), state.get("last")
+
+    def _table(self) -> _Table:
+        """What is in the file."""
+        if not self.path.is_file():
+            return _Table()
+        with self.path.open(newline="") as file:
+            return _Table.of(file.readlines())
 
     def _widen(self, new: list[str]) -> None:
         """Give the file these columns, at the end of a header that may be none yet."""
@@ -137,10 +156,75 @@ class CSVLogger(Callback):
         )
 
 
-def _read(lines: Iterable[str], count: int) -> tuple[list[str], int, int]:
-    """The header, how many rows there are, ``count`` at most, and the bytes of both."""
-    lines = list(lines)
-    reader = csv.reader(lines)
-    header = next(reader, [])
-    rows = sum(1 for _ in zip(range(count), reader, strict=False))
-    return header, rows, len("".join(lines[: reader.line_num]).encode())
+@dataclass
+class _Table:
+    """What a CSV file has: its lines, and the cells of its rows, of which each ends some line."""
+
+    lines: list[str] = field(default_factory=list)
+    header: list[str] = field(default_factory=list)
+    rows: list[list[str]] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, lines: list[str]) -> _Table:
+        reader = csv.reader(lines)
+        found = cls(lines, next(reader, []))
+        found.ends = [reader.line_num]  # the header's comes first
+        for row in reader:
+            found.rows.append(row)
+            found.ends.append(reader.line_num)
+        return found
+
+    @property
+    def last(self) -> list[str]:
+        return self.rows[-1] if self.rows else []
+
+    def has(self, count: int, last: list[str] | None) -> bool:
+        """Whether the row of this number is this one; columns may have come since.
+
+        An earlier version has not told which it was.
+        """
+        if last is None or not count:
+            return True
+        row = self.rows[count - 1] if count <= len(self.rows) else []
+        return row[: len(last)] == last and not any(row[len(last) :])
+
+    def keep_until(self, epoch: int) -> bool:
+        """Leave out rows at the end that are of later epochs, or were not written to their end.
+
+        Returns:
+            Whether there were any.
+        """
+        before = len(self.lines)
+        while self.rows and (not self.lines[-1].endswith("\n") or _epoch(self.rows[-1]) > epoch):
+            self.rows.pop()
+            self.ends.pop()
+            self.lines = self.lines[: self.ends[-1]]
+        return len(self.lines) < before
+
+    def drop(self, count: int, all_: bool) -> bool:
+        """Leave out rows behind so many: all, or those whose epochs go on from there.
+
+        Returns:
+            Whether there were any.
+        """
+        end = len(self.rows)
+        if not all_:
+            end = min(count, end)
+            while 0 < end < len(self.rows) and _follows(self.rows[end - 1], self.rows[end]):
+                end += 1
+        if end <= count:
+            return False
+        self.lines = self.lines[: self.ends[count]] + self.lines[self.ends[end] :]
+        self.rows = self.rows[:count] + self.rows[end:]
+        return True
+
+
+def _follows(one: list[str], other: list[str]) -> bool:
+    """Whether a row is of the epoch after that of another."""
+    return 0 <= _epoch(one) == _epoch(other) - 1
+
+
+def _epoch(row: list[str]) -> int:
+    """The epoch that a row is of, from 1; -1 where it does not say."""
+    return int(row[0]) if row and row[0].isdigit() else -1

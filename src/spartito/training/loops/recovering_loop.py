@@ -40,7 +40,7 @@ from spartito.training.metrics.carried import CarriedMetrics
 from spartito.training.own_callbacks import take_office
 from spartito.training.resume import check_position, meaning, restore, trained_on
 from spartito.training.saving import callback_states
-from spartito.training.schedule import scheduler_state
+from spartito.training.schedule import load_scheduler, scheduler_state
 
 if TYPE_CHECKING:
     from spartito.training.trainer import Trainer
@@ -409,8 +409,7 @@ class RecoveringLoop(TrainingLoop):
         trainer.stop_training, self._ends, skips = state["stop"]
         trainer.skips.load_state_dict(skips)
         trainer.step, trainer.epoch = state["at"]
-        if trainer.scheduler is not None and state["scheduler"] is not None:
-            trainer.scheduler.load_state_dict(state["scheduler"])
+        load_scheduler(trainer.scheduler, state["scheduler"])
         self._is_late, self._saved_callbacks = state["begun"] >= self._epoch, state["callbacks"]
         restore(trainer._given, self._saved_callbacks)
         if is_new:  # who was behind has drawn for that step already
