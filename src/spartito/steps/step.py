@@ -68,7 +68,7 @@ from spartito.engine.optimizers import (
 from spartito.engine.precision import choose_precision, convert, make_loss_scale
 from spartito.engine.randomness import globalize
 from spartito.engine.sharding.hidden_parameters import asleep, check_shown
-from spartito.engine.step_context import StepContext, enter, leave
+from spartito.engine.step_context import UNKNOWN, StepContext, enter, leave
 from spartito.errors import SpartitoError, UserError
 from spartito.mesh.placing import hidden
 from spartito.names import nearest
@@ -334,7 +334,9 @@ class Step:
         if looks_beyond:
             seed = self._seed if pairs.used is None else pairs.used.seed
             step = batch.epoch << 32 | batch.step
-            enter(StepContext(self.team.replicas, seed, step, batch.global_size, batch.offsets))
+            own = self.team.data_shard[1] > 1 and batch.left_out
+            offsets = torch.full_like(batch.offsets, UNKNOWN) if own else batch.offsets
+            enter(StepContext(self.team.replicas, seed, step, batch.global_size, offsets))
         else:
             enter(None)  # that of a pair that was in use before
 
