@@ -380,6 +380,10 @@ def arrays(x: Any = None, y: Any = None, *more: Any) -> Dataset:
     Raises:
         UserError: The numbers of rows differ.
     """
+    if y is None and any(part is not None for part in more):
+        raise UserError(
+            "arrays with further parts and no y", "The second part is the target: (x, y, weights)."
+        )
     return Dataset(Arrays(*(part for part in (x, y, *more) if part is not None)))
 
 
@@ -475,6 +479,7 @@ def _from_loader(loader: DataLoader[Any]) -> Dataset:
             "Spartito deals out the examples itself: leave the sampler out, and say shuffle=True.",
         )
     source: Any = loader.dataset
+    check_one_split(source)
     overridden = type(loader).__iter__ is not DataLoader.__iter__
     if isinstance(source, IterableDataset) or batches is None or overridden:
         return Dataset(BatchStream(loader))
