@@ -307,7 +307,7 @@ class Dataset:
     def steps_per_pass(self) -> int | None:
         """The number of global batches of one pass, None where nobody knows."""
         if self.batch_sampler is not None:
-            return len(self.batch_sampler) if isinstance(self.batch_sampler, Sized) else None
+            return known_length(self.batch_sampler)
         if self.examples is None or self.batch_size is None:
             return None
         return steps(self.examples, self.batch_size, self.drop_remainder)
@@ -498,6 +498,14 @@ def _is_plain(sampler: Any, count: int) -> bool:
         sizes = {len(sampler.data_source), sampler.num_samples}
         return not sampler.replacement and sizes == {count}
     return type(sampler) is SequentialSampler and len(sampler) == count
+
+
+def known_length(batch_sampler: Any) -> int | None:
+    """How many batches it draws in a pass; None where nobody knows before."""
+    try:
+        return len(batch_sampler) if isinstance(batch_sampler, Sized) else None
+    except (TypeError, NotImplementedError):  # of the sampler inside of it
+        return None
 
 
 def describe_sampler(batch_sampler: Any) -> str:
