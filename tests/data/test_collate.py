@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import default_collate
 
-from spartito.data.collate import collate, count_rows, rows, take, tidy
+from spartito.data.collate import (
+    Form,
+    collate,
+    count_rows,
+    form,
+    kept_rows,
+    part_of,
+    rows,
+    take,
+    tidy,
+)
 from spartito.errors import UserError
 
 
@@ -45,7 +57,7 @@ def test_structures() -> None:
     inner, number, flag, text, pair = collate(examples)
     assert inner["a"].tolist() == [[0, 0], [1, 1], [2, 2]]
     assert inner["b"].dtype == torch.int64
-    assert (number.dtype, flag.dtype) == (torch.float32, torch.bool)
+    assert (number.dtype, flag.dtype) == (torch.float64, torch.bool)
     assert text == ["text 0", "text 1", "text 2"]
     assert pair[0].tolist() == [0, 1, 2]
     assert pair[1].dtype == torch.float64
@@ -73,11 +85,33 @@ def test_batches_of_others_are_made_like_ours() -> None:
     x, y, texts = batch
     assert x.shape == (3, 2)
     assert y["y"].tolist() == [0, 1, 2]
-    assert list(texts) == ["t0", "t1", "t2"]
+    assert texts == ["t0", "t1", "t2"]
     assert tidy([np.zeros(3), [np.ones(3), np.ones(3)]])[1][0].tolist() == [1.0] * 3
     assert tidy(["a", "b"]) == ["a", "b"]
     names = np.array(["a", "b"])
     assert tidy(names) is names
+
+
+class Pair(NamedTuple):
+    image: Any
+    label: Any
+
+
+def test_names_of_parts_are_kept() -> None:
+    examples = [Pair(torch.full((2,), float(n)), n) for n in range(3)]
+    for batch in (collate(examples), tidy(default_collate(examples))):
+        found = take(rows(batch, lambda tensor: tensor + 1), torch.tensor([2]))
+        assert found.image.tolist() == [[3, 3]]
+        assert found.label.tolist() == [3]
+
+
+def test_packed_sequences_stay_such() -> None:
+    packed = pack_sequence([torch.ones(2), torch.ones(4)], enforce_sorted=False)
+    batch = rows(tidy((packed, [1, 2])), Tensor.double)
+    assert isinstance(batch[0], PackedSequence)
+    assert batch[0].data.dtype == torch.float64
+    assert batch[0].batch_sizes.tolist() == [2, 2, 1, 1]
+    assert form((batch[0], torch.ones(2))) == Form(2, "whole")
 
 
 def test_rows_of_tensors_and_lists() -> None:
@@ -92,6 +126,58 @@ def test_rows_of_tensors_and_lists() -> None:
     doubled = rows(data, lambda tensor: tensor * 2)
     assert doubled[0].tolist() == [0, 2, 4, 6]
     assert doubled[1]["name"] == list("abcd")
+
+
+RAGGED = tuple(torch.arange(n) for n in (3, 5, 4))
+
+
+@pytest.mark.parametrize(
+    ("data", "size", "expected"),
+    [
+        ((torch.ones(3, 2), {"y": torch.ones(3), "names": ["a"] * 3}, 0.5), None, (3, "rows")),
+        (((torch.ones(2), torch.ones(2)), torch.ones(2)), 2, (2, "rows")),  # two inputs
+        ({"x": torch.ones(3, 2), "scale": torch.tensor(2.0)}, None, (3, "rows")),
+        ((RAGGED, torch.ones(3)), None, (3, "parts")),
+        ((RAGGED, ({"boxes": torch.ones(1, 4)},) * 3), 3, (3, "parts")),
+        (((torch.ones(4),) * 3, (0, 1, 2)), None, (3, "parts")),  # all of one length
+        ({"x": RAGGED, "y": (torch.tensor(1.0),) * 3}, None, (3, "parts")),
+        ((torch.ones(5, 3, 2), torch.ones(3)), None, (3, "whole")),  # time comes first
+        ((torch.ones(5, 3), torch.ones(5, 3)), 3, (3, "whole")),
+        ({"x": torch.ones(3, 2), "table": torch.ones(9)}, None, (3, "whole")),
+        ((torch.tensor(1.0), "text"), None, None),
+    ],
+)
+def test_how_examples_lie_in_a_batch(data: Any, size: int | None, expected: Any) -> None:
+    found = form(data, size)
+    assert found == expected
+    if found is None or found.kind == "whole":
+        return
+    parts = [part_of(data, torch.tensor([n]), found) for n in range(found.size)]
+    if found.kind == "parts":
+        first, *_ = parts[1].values() if isinstance(data, dict) else parts[1]
+        assert len(first) == 1
+        assert torch.equal(first[0], (data["x"] if isinstance(data, dict) else data[0])[1])
+    assert all(form(part, 1) in ((1, "rows"), (1, "parts")) for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("data", "count"),
+    [
+        ((torch.ones(3, 2), torch.ones(3)), 3),  # one of four was left out
+        ({"x": torch.ones(2, 7)}, 2),
+        ((torch.ones(3, 4), torch.ones(3, 4)), 4),  # time comes first
+        ((torch.ones(8, 2), torch.ones(8)), 4),  # two of each
+        ((torch.ones(3, 2), torch.ones(4)), 4),
+        ((torch.ones(3, 2), ["a"] * 3), 4),
+    ],
+)
+def test_what_a_collate_function_leaves_out(data: Any, count: int) -> None:
+    assert kept_rows(data, [torch.ones(2)] * 4) == count
+
+
+def test_examples_that_lie_in_a_batch_as_they_are() -> None:
+    examples = [torch.ones(2)] * 4
+    assert kept_rows(tidy(examples), examples) == 4
 
 
 def test_how_many() -> None:

@@ -110,6 +110,7 @@ def test_prefetch_changes_nothing() -> None:
         (lambda: arrays(X).batch(2).map(RandomFlip()), "of a whole batch"),
         (lambda: Dataset(BatchStream([1])).map(RandomFlip()), "of a whole batch"),
         (lambda: arrays(X, Y[:3]), "arrays of 10, 3 examples"),
+        (lambda: arrays(X, None, Y), "further parts and no y"),
         (lambda: as_dataset(3), "int is no data"),
         (lambda: as_dataset("photos/train"), "str is no data"),
         (lambda: as_dataset(()), r"arrays\(\) got no array"),

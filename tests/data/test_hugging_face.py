@@ -16,9 +16,11 @@ from torch.utils.data import DataLoader
 
 import spartito as sp
 from spartito.data.loader import Loader
+from spartito.data.memory import which_examples
 from spartito.errors import UserError
 
 hugging_face = pytest.importorskip("datasets", reason="dev: datasets")
+split_dataset_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node
 
 COUNT = 50
 
@@ -197,6 +199,20 @@ def test_what_cannot_be_is_refused() -> None:
     ragged = sp.data.as_dataset(table(x=[[1], [1, 2]]))
     with pytest.raises(UserError, match=r"shapes \[\(1,\), \(2,\)\] in one batch"):
         next(iter(ragged))
+
+
+def test_parts_of_a_table_are_told_apart() -> None:
+    """Who divides a table by ranks gives each task a part, of which it would read a part again."""
+    whole, *parts = (
+        which_examples(sp.data.as_dataset(data).source)
+        for data in (plain(), plain().shard(2, 0), plain().shard(2, 1), plain())
+    )
+    assert whole == parts[2]
+    assert len({whole, *parts}) == 3
+    stream = split_dataset_by_node(plain().to_iterable_dataset(num_shards=2), 1, 2)
+    for given in (stream, DataLoader(stream)):
+        with pytest.raises(UserError, match="split_dataset_by_node has divided among 2"):
+            sp.data.as_dataset(given)
 
 
 def test_windows_over_the_tokens_of_a_table(

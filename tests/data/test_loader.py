@@ -14,8 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from spartito.data.batch import Batch
+from spartito.data.collate import count_rows
 from spartito.data.dataset import Dataset, arrays, as_dataset, per_worker
 from spartito.data.loader import Loader, check_divides
 from spartito.data.source import BatchStream, ExampleStream, InputContext
@@ -195,6 +197,23 @@ def test_an_empty_share_has_the_shape_of_a_full_one() -> None:
             assert last.y.shape == (0,)
 
 
+def test_whole_examples_stand_in_where_there_are_no_rows() -> None:
+    """As of pictures with boxes, and where time comes first."""
+
+    def time_first(examples: list[Any]) -> Any:
+        return torch.stack([x.expand(7) for x, _ in examples], 1), torch.tensor([1.0])
+
+    for collate, shape in (
+        (lambda found: tuple(zip(*found, strict=True)), (1,)), (time_first, (7, 2)),
+    ):  # fmt: skip
+        chain = as_dataset(torch.utils.data.DataLoader(Numbers(9), 4, collate_fn=collate))  # type: ignore[arg-type]
+        last = list(Loader(chain, (1, 2)))[-1]
+        assert last.size == 0
+        first = last.spare[0]
+        assert (first[0] if isinstance(first, tuple) else first).shape == shape
+        assert count_rows(last.data) == 0 if isinstance(first, torch.Tensor) else not last.x
+
+
 class TestCorruptExamples:
     def test_they_keep_their_offsets(self, caplog: pytest.LogCaptureFixture) -> None:
         chain = Dataset(Numbers(9, broken=(1, 4, 5))).batch(6)
@@ -282,6 +301,37 @@ def test_a_stream_of_batches() -> None:
     assert [b.spare is None for b in parts[1]] == [True, False, True]
     assert parts[1][0].x.tolist() == [[2.0], [3.0], [4.0]]
     assert parts[1][2].data["name"] == ["d", "e", "f"]
+
+
+def test_a_stream_of_batches_whose_examples_are_no_rows() -> None:
+    lengths = (3, 5, 4, 6, 2)
+    seqs = [(torch.arange(n), f"t{n}") for n in lengths]
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(seqs)
+
+    def ragged(found: list[Any]) -> Any:
+        return tuple(zip(*found, strict=True))
+
+    loader = torch.utils.data.DataLoader(Stream(), 4, collate_fn=ragged)
+    for count in (1, 2):
+        seen = [[*Loader(as_dataset(loader), (rank, count))] for rank in range(count)]
+        for step, size in enumerate((4, 1)):
+            batches = [part[step] for part in seen]
+            assert sum(batch.size for batch in batches) == batches[0].global_size == size
+            found = [(len(x), y) for batch in batches for x, y in zip(*batch.data, strict=True)]
+            assert found == [(n, f"t{n}") for n in lengths[4 * step :][:4]]
+
+
+def test_a_stream_of_batches_that_cannot_be_divided() -> None:
+    batch = {"x": torch.ones(4, 2), "table": torch.arange(9.0), "scale": torch.tensor(0.5)}
+    chain = as_dataset(torch.utils.data.DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
+    (found,) = Loader(chain)
+    assert found.size == 4
+    assert len(found.data["table"]) == 9
+    with pytest.raises(UserError, match=r"cannot be divided among replicas: .* 4, 9 rows"):
+        list(Loader(chain, (0, 2)))
 
 
 def test_a_stream_that_ends_for_good() -> None:

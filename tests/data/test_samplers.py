@@ -6,6 +6,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from spartito.data import passes
 from spartito.data.dataset import as_dataset
 from spartito.data.loader import Loader
 from spartito.errors import CorruptSampleError, UserError
@@ -59,6 +61,17 @@ class Buckets(Sampler[list[int]]):
             yield order[cut].tolist()
 
 
+class Endless(Sampler[int]):
+    """It has no length, and no end unless it is given one."""
+
+    def __init__(self, turns: int | None = None) -> None:
+        self.turns = turns
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in count() if self.turns is None else range(self.turns):
+            yield from torch.randperm(20).tolist()
+
+
 def own(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -70,6 +83,7 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "more": lambda: {"sampler": RandomSampler(Numbers(), num_samples=200)},
     "in order, fewer": lambda: {"sampler": SequentialSampler(range(30))},
     "a list": lambda: {"sampler": [5, 3, 88, 3]},
+    "without a length": lambda: {"sampler": Endless(3)},
     "subset": lambda: {"sampler": SubsetRandomSampler(range(0, COUNT, 2))},
     "its own generator": lambda: {"sampler": SubsetRandomSampler(range(COUNT), own(4))},
     "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * 45 + [0.0] * 45, 60)},
@@ -123,6 +137,16 @@ def test_a_sampler_is_kept_at_any_number_of_replicas(name: str) -> None:
         assert alone[0] != alone[1]
     resumed = rows(loader(), 2, start=1)
     assert (resumed[0], resumed[1]) == (alone[0][1:], alone[1])
+
+
+def test_samplers_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "MOST", 100)
+    endless = as_dataset(DataLoader(Numbers(), batch_size=8, sampler=Endless()))
+    with pytest.raises(UserError, match=r"Endless seems to have no end: 9,1.. examples in pass 0"):
+        next(iter(Loader(endless)))
+    texts: Any = ["a", "b"]
+    with pytest.raises(UserError, match="list draws no numbers of examples"):
+        next(iter(Loader(as_dataset(DataLoader(Numbers(), batch_size=2, sampler=texts)))))
 
 
 def test_streams_draw_the_same_on_every_replica() -> None:

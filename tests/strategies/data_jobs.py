@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import spartito as sp
 from spartito.errors import CorruptSampleError
@@ -212,3 +213,137 @@ def tokens(name: str, options: dict[str, Any]) -> dict[str, Any]:
     result = {"history": history.history, "weights": weights(strategy, net)}
     strategy.close()
     return result
+
+
+class Sequences(nn.Module):
+    """Of sequences, padded or packed, time first; or of a tuple of such, its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.LSTM(2, 3).double(), nn.Linear(3, 1).double()
+
+    def forward(self, x: Any, y: Any = None) -> Any:
+        if isinstance(x, tuple) and not isinstance(x, PackedSequence):
+            each = [self(part[:, None])[0] - target for part, target in zip(x, y, strict=True)]
+            return {"loss": torch.stack(each).square()}
+        return self.last(self.first(x)[1][0][-1])
+
+
+def _sequences(count: int = 9) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    drawn = [torch.randn(3 + n % 3, 2, generator=generator).double() for n in range(count)]
+    return [(x, torch.full((1,), n / 4).double()) for n, x in enumerate(drawn)]
+
+
+def _columns(examples: list[Any]) -> Any:
+    return tuple(zip(*examples, strict=True))
+
+
+def _packed(examples: list[Any]) -> Any:
+    x, y = _columns(examples)
+    return pack_sequence(x, enforce_sorted=False), torch.stack(y)
+
+
+def _time_first(examples: list[Any]) -> Any:
+    x, y = _columns(examples)
+    return torch.stack([part[:3] for part in x], 1), torch.stack(y)
+
+
+def _some_rows(examples: list[Any]) -> Any:
+    """Rows of the examples without two of them."""
+    x, y = _time_first([(x, y) for x, y in examples if float(y) not in (0.25, 1.5)])
+    return x.movedim(1, 0).flatten(1), y
+
+
+OWN_FORMS: dict[str, Any] = {
+    "columns": _columns, "packed": _packed, "time_first": _time_first, "some_rows": _some_rows,
+}  # fmt: skip
+"""Batches whose examples are no rows, and those of which some were left out."""
+
+
+def _own_form(form: str) -> tuple[nn.Module, Any, Any]:
+    """A model, its loss and a loader."""
+    net = Sequences()
+    if form == "some_rows":
+        torch.manual_seed(3)
+        net = nn.Linear(6, 1).double()  # type: ignore[assignment]
+    loader: Any = torch.utils.data.DataLoader(_sequences(), 4, collate_fn=OWN_FORMS[form])  # type: ignore[arg-type]
+    return net, None if form == "columns" else nn.MSELoss(), loader
+
+
+def own_forms(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Losses, weights and an evaluation by each form."""
+    found: dict[str, Any] = {}
+    for form in OWN_FORMS:
+        strategy = make_strategy(name, **options)
+        net, loss, loader = _own_form(form)
+        trainer = sp.Trainer(
+            net, optimizer=torch.optim.SGD(net.parameters(), 0.05), loss=loss, strategy=strategy
+        )
+        history = trainer.fit(loader, epochs=2, verbose=0)
+        last = trainer.evaluate(loader)["loss"]
+        found[form] = {"loss": history.history["loss"], "weights": weights(strategy, net),
+                       "last": last}  # fmt: skip
+        strategy.close()
+    return found
+
+
+def own_forms_by_torch() -> dict[str, Any]:
+    """The same in a loop by hand."""
+    found: dict[str, Any] = {}
+    for form in OWN_FORMS:
+        net, loss, loader = _own_form(form)
+        optimizer = torch.optim.SGD(net.parameters(), 0.05)
+        losses: list[float] = []
+        for learns in (True, True, False):
+            total, count = 0.0, 0
+            for x, y in loader:
+                value = net(x, y)["loss"].mean() if loss is None else loss(net(x), y)
+                total, count = total + value.item() * len(y), count + len(y)
+                if learns:
+                    optimizer.zero_grad()
+                    value.backward()
+                    optimizer.step()
+            losses.append(total / count)
+        found[form] = {"loss": losses[:2], "weights": net.state_dict(), "last": losses[2]}
+    return found
+
+
+def left_out_with_dropout(name: str, options: dict[str, Any]) -> None:
+    """A deterministic training whose collate function leaves out an example."""
+    strategy = make_strategy(name, **options)
+    net = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
+    trainer = sp.Trainer(
+        net, optimizer=torch.optim.SGD(net.parameters(), 0.05), loss=nn.MSELoss(),
+        strategy=strategy, deterministic=True,
+    )  # fmt: skip
+    loader: Any = torch.utils.data.DataLoader(_sequences(4), 4, collate_fn=_some_rows)  # type: ignore[arg-type]
+    trainer.fit(loader, verbose=0)
+    strategy.close()
+
+
+class TimeFirst(nn.Module):
+    """A mean over time, which comes first, between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Linear(2, 4).double(), nn.Linear(4, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(torch.tanh(self.first(x)).mean(0))
+        return found
+
+
+def time_first_in_stages(name: str, options: dict[str, Any]) -> list[float]:
+    """The losses of a model in stages whose batches have time first."""
+    strategy = make_strategy(name, **options)
+    net = TimeFirst()
+    trainer = sp.Trainer(
+        net, optimizer=torch.optim.SGD(net.parameters(), 0.05), loss=nn.MSELoss(), strategy=strategy
+    )
+    loader: Any = torch.utils.data.DataLoader(_sequences(8), 4, collate_fn=_time_first)  # type: ignore[arg-type]
+    history = trainer.fit(loader, epochs=2, verbose=0)
+    strategy.close()
+    return history.history["loss"]

@@ -60,6 +60,20 @@ EXPECTED: list[tuple[str, Tensor, Tensor, Any, float]] = [
     ("top_3_accuracy", SCORES, CLASSES, None, share_in_top(3)),
     ("top_2", SCORES, CLASSES, None, share_in_top(2)),
     ("top_9_accuracy", SCORES, CLASSES, None, 1.0),
+    *(
+        (f"top_{k}", SCORES, nn.functional.one_hot(CLASSES, 6), None, share_in_top(k))
+        for k in (1, 2, 6)
+    ),
+    *(
+        (
+            "top_2",
+            SCORES[:, None].repeat(1, n, 1),
+            CLASSES[:, None].repeat(1, n),
+            None,
+            share_in_top(2),
+        )
+        for n in (1, 4)
+    ),  # classes come last
     ("mean_absolute_error", LOGITS[:, None], BITS, None, (LOGITS - BITS).abs().mean().item()),
     ("mae", SCORES, SCORES + 2, None, 2.0),
     ("mean_squared_error", SCORES, SCORES - 3, None, 9.0),
@@ -125,6 +139,15 @@ def test_what_is_no_metric() -> None:
     (wrong,) = make_metrics([lambda output, target: output[:3]], None)
     with pytest.raises(UserError, match=r"returned \(3, 6\) float32 for 7 examples"):
         wrong.update(SCORES, CLASSES, 7)
+    (wordy,) = make_metrics([lambda output, target: {"a": 1}], None)
+    with pytest.raises(UserError, match=r"returned dict\n.*one value per example"):
+        wordy.update(SCORES, CLASSES, 7)
+    (top,) = make_metrics(["top_1"], None)
+    for target in (CLASSES[:, None], CLASSES[:, None, None].repeat(1, 2, 6)):
+        with pytest.raises(UserError, match="a metric does not fit"):
+            top.update(SCORES, target, 7)
+    with pytest.raises(UserError, match="a metric does not fit"):
+        top.update(SCORES[:, :1], CLASSES, 7)
     for name in ("mae", "mse", "binary_accuracy"):
         (metric,) = make_metrics([name], None)
         with pytest.raises(UserError, match=r"output of \(7, 6\) float32 and a target of \(7, 1\)"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import pytest
@@ -55,6 +56,7 @@ def test_trainers_that_cannot_be(options: dict[str, Any], text: str) -> None:
     [
         ({"epochs": -1}, r"fit\(epochs=-1"),
         ({"steps_per_epoch": 0}, "steps_per_epoch=0"),
+        ({"validation_data": data(), "validation_steps": 0}, r"fit\(validation_steps=0\)"),
         ({"data": sp.data.arrays(*data()).batch(4).repeat()}, "data that repeats without end"),
         (
             {"validation_data": sp.data.arrays(*data()).batch(4).repeat()},
@@ -72,6 +74,12 @@ def test_fits_that_cannot_be(options: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError, match=text):
         made.fit(options.pop("data", data()), verbose=0, **options)
     assert equal(weights(made), before)
+    wrong: list[Any] = [-1, 1.5]
+    for steps in wrong:
+        with pytest.raises(UserError, match=rf"evaluate\(steps={steps}\)\n  A whole number"):
+            made.evaluate(data(), steps=steps)
+        with pytest.raises(UserError, match=rf"predict\(steps={steps}\)\n  A whole number"):
+            made.predict(data(), steps=steps)
 
 
 def test_an_output_that_does_not_fit_the_loss() -> None:
@@ -160,7 +168,7 @@ def test_figures_and_predictions_in_their_order() -> None:
     first = made.evaluate((x, y), batch_size=4, steps=2)
     assert first["loss"] == pytest.approx(nn.functional.cross_entropy(output[:8], y[:8]).item())
     assert made.model.training
-    with pytest.raises(UserError, match="a prediction for no examples"):
+    with pytest.raises(UserError, match=r"predict\(steps=0\)"):
         made.predict(x, steps=0)
     made.model.register_forward_hook(lambda _, given, output: output.t())
     with pytest.raises(UserError, match=r"an output of \(2, 4\) for 4 examples"):
@@ -220,18 +228,30 @@ def without_a_strategy() -> tuple[bool, bool, list[int]]:
 
 def test_tasks_with_other_data_are_refused(replicas: Replicas) -> None:
     whole, other = replicas(with_data_of_its_own, 2)
-    assert whole == other == ["", "worker 1 was given other data than worker 0"]
+    refused = "worker 1 was given other data than worker 0"
+    assert whole == other == ["", "", *[refused] * 4]
 
 
 def with_data_of_its_own() -> list[str]:
     """What two tasks say of data that differ by rounding, and of data that differ."""
     x, y = data()
     said = []
-    for change in (1e-9, 1.0):
+    rank = int(os.environ["RANK"])
+    whole = torch.utils.data.TensorDataset(x, y)
+    pairs: Any = [*zip(x, y, strict=True)]
+    part: Any = torch.utils.data.Subset
+    given: list[Any] = [
+        torch.utils.data.TensorDataset(torch.where(x > 0, x + 1e-9 * rank, x), y),
+        part(whole, range(1, 20)),
+        torch.utils.data.TensorDataset(torch.where(x > 0, x + 1.0 * rank, x), y),
+        part(whole, range(rank, 20, 2)),
+        torch.utils.data.ConcatDataset([part(pairs, range(9)), part(pairs, [rank])]),
+        pairs[: 8 + rank],
+    ]
+    for mine in given:
         made = sp.Trainer(net(), optimizer=sgd, loss=nn.CrossEntropyLoss())
         try:
-            mine = torch.where(x > 0, x + change * made.strategy.cluster.rank, x)
-            made.fit(torch.utils.data.TensorDataset(mine, y), batch_size=8, verbose=0)
+            made.fit(mine, batch_size=8, verbose=0)
             said.append("")
         except UserError as error:
             said.append(str(error).partition(" (")[0].partition("\n")[0])

@@ -27,6 +27,8 @@ class Batch(msgspec.Struct, frozen=True):
         drawn: A checksum of the order of the whole pass, 0 where the data has no indices.
         spare: Stands in for ``data`` without rows where a model has to be run in any case: up to
             two rows of other examples, which count for nothing; None where there are rows.
+        left_out: How many examples a collate function has left out. It does not say which, so
+            the offsets may be those of others.
     """
 
     data: Any
@@ -37,6 +39,7 @@ class Batch(msgspec.Struct, frozen=True):
     step: int
     drawn: int = 0
     spare: Any = None
+    left_out: int = 0
 
     @property
     def x(self) -> Any:

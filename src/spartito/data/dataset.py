@@ -307,7 +307,7 @@ class Dataset:
     def steps_per_pass(self) -> int | None:
         """The number of global batches of one pass, None where nobody knows."""
         if self.batch_sampler is not None:
-            return len(self.batch_sampler) if isinstance(self.batch_sampler, Sized) else None
+            return known_length(self.batch_sampler)
         if self.examples is None or self.batch_size is None:
             return None
         return steps(self.examples, self.batch_size, self.drop_remainder)
@@ -380,6 +380,10 @@ def arrays(x: Any = None, y: Any = None, *more: Any) -> Dataset:
     Raises:
         UserError: The numbers of rows differ.
     """
+    if y is None and any(part is not None for part in more):
+        raise UserError(
+            "arrays with further parts and no y", "The second part is the target: (x, y, weights)."
+        )
     return Dataset(Arrays(*(part for part in (x, y, *more) if part is not None)))
 
 
@@ -475,6 +479,7 @@ def _from_loader(loader: DataLoader[Any]) -> Dataset:
             "Spartito deals out the examples itself: leave the sampler out, and say shuffle=True.",
         )
     source: Any = loader.dataset
+    check_one_split(source)
     overridden = type(loader).__iter__ is not DataLoader.__iter__
     if isinstance(source, IterableDataset) or batches is None or overridden:
         return Dataset(BatchStream(loader))
@@ -493,6 +498,14 @@ def _is_plain(sampler: Any, count: int) -> bool:
         sizes = {len(sampler.data_source), sampler.num_samples}
         return not sampler.replacement and sizes == {count}
     return type(sampler) is SequentialSampler and len(sampler) == count
+
+
+def known_length(batch_sampler: Any) -> int | None:
+    """How many batches it draws in a pass; None where nobody knows before."""
+    try:
+        return len(batch_sampler) if isinstance(batch_sampler, Sized) else None
+    except (TypeError, NotImplementedError):  # of the sampler inside of it
+        return None
 
 
 def describe_sampler(batch_sampler: Any) -> str:

@@ -13,7 +13,7 @@ from msgspec import structs
 from torch import Tensor
 
 from spartito.data.batch import Batch
-from spartito.data.collate import count_rows, head, take, tidy
+from spartito.data.collate import count_rows, form, head, part_of, rows, sizes, tidy, without_rows
 from spartito.data.dataset import Dataset
 from spartito.data.draws import Draws
 from spartito.data.memory import Arrays
@@ -239,6 +239,7 @@ class IndexedFeed:
         self._rows: dict[int, tuple[slice | None, Tensor, int]] = {}
         self._skipped: set[int] = set()
         self._sample: Any = None
+        self._sample_size = 0
         limit = dataset.corrupt_limit
         self._limit = max(10, self._count // 100) if limit is None else limit
 
@@ -308,7 +309,9 @@ class IndexedFeed:
             return self._batch(part, self._empty(part.epoch), part.offsets[:0], 0)
         count = len(found.kept)
         offsets = part.offsets if count == part.rows else part.offsets[found.kept]
-        return self._batch(part, found.data, offsets, count)
+        batch = self._batch(part, found.data, offsets, count)
+        left_out = part.rows - count - len(found.corrupt)
+        return structs.replace(batch, left_out=left_out) if left_out else batch
 
     def _batch(self, part: _Part, data: Any, offsets: Tensor, rows: int) -> Batch:
         maps = self._dataset.batch_maps
@@ -321,14 +324,20 @@ class IndexedFeed:
         if self._dataset.gathers:
             return self._source.gather(slice(0, SPARE))
         self._empty(epoch)
-        return head(self._sample, SPARE)
+        return rows(self._sample, Tensor.clone)
 
     def _note(self, found: Found) -> None:
         """Remember what batches look like, and which examples cannot be read."""
         for index, message in found.corrupt:
             self._skip(index, message)
-        if found.data is not None and (self._sample is None or count_rows(self._sample) < SPARE):
-            self._sample = head(found.data, SPARE)
+        count = len(found.kept)
+        if found.data is None or self._sample_size >= min(SPARE, count):
+            return
+        sample = head(found.data, SPARE, count)
+        if sample is None and count <= SPARE:
+            sample = rows(found.data, Tensor.clone)
+        if sample is not None:
+            self._sample, self._sample_size = sample, min(SPARE, count)
 
     def _empty(self, epoch: int) -> Any:
         """A batch without rows, shaped like one that has some."""
@@ -338,7 +347,7 @@ class IndexedFeed:
             self._note(self._reading.many((epoch, range(index, min(index + SPARE, self._count)))))
         if self._sample is None:
             raise UserError("not one example of the data set can be read")
-        return head(self._sample, 0)
+        return without_rows(self._sample, self._sample_size)
 
     def _skip(self, index: int, message: str) -> None:
         if index in self._skipped:
@@ -392,12 +401,28 @@ class StreamFeed:
         size = count_rows(data)
         span = self._dataset.rows(size, self._shard, self._member)
         offsets = torch.arange(span.start, span.stop).clamp(max=size - 1)
-        mine = mapped(self._dataset.batch_maps, take(data, offsets))
+        mine = mapped(self._dataset.batch_maps, self._mine(data, offsets))
         batch = Batch(mine, len(span), size, offsets, epoch, step)
         if len(span):
             return batch
-        spare = mapped(self._dataset.batch_maps, take(data, torch.arange(min(SPARE, size))))
+        spare = mapped(self._dataset.batch_maps, head(data, SPARE))
         return structs.replace(batch, spare=spare)
+
+    def _mine(self, data: Any, offsets: Tensor) -> Any:
+        """The examples at ``offsets`` of a whole batch."""
+        shape = form(data)
+        assert shape is not None  # its rows were counted
+        mine = part_of(data, offsets, shape)
+        if mine is not None:
+            return mine
+        if self._shard[1] * self._member[1] > 1:
+            raise UserError(
+                "a stream gave a batch that cannot be divided among replicas: its tensors and "
+                f"lists have {', '.join(map(str, sizes(data)))} rows",
+                "Give tensors of (examples, ...), or a DataLoader over examples by index, of "
+                "which each replica makes its own batch, or sp.data.per_worker(function).",
+            )
+        return data
 
 
 class PerWorkerFeed:

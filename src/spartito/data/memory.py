@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from spartito.data.collate import leaves, rows
+from spartito.data.hugging_face import TableSource
 from spartito.data.placing import HOST, Placing
+from spartito.data.source import Source
 from spartito.errors import UserError
 
 CHUNK = 1 << 20  # bytes of small batches that are copied at once
@@ -150,4 +153,29 @@ def few_rows(source: object) -> list[Tensor]:
             rows = tensor[torch.linspace(0, len(tensor) - 1, 8).long()]
             numbers = torch.view_as_real(rows) if rows.is_complex() else rows
             found.append(numbers.double().nan_to_num(0.0, 0.0, 0.0))
+    return found
+
+
+def which_examples(source: object) -> int:
+    """A checksum of which examples a source has, to compare with another task's.
+
+    It tells one part of a data set from another: who divided it by ranks has given each task a
+    part, of which each would read a part again.
+
+    Args:
+        source: Of a data set.
+
+    Returns:
+        0 for a stream; of most kinds of data sets it knows the number of examples alone.
+    """
+    if not isinstance(source, Source):
+        return 0
+    found = crc32(b"%d" % len(source))
+    if isinstance(source, Subset):
+        found = crc32(np.asarray(source.indices, dtype=np.int64).tobytes(), found)
+        return found ^ which_examples(source.dataset)
+    if isinstance(source, ConcatDataset):
+        return crc32(repr([which_examples(part) for part in source.datasets]).encode(), found)
+    if isinstance(source, TableSource):
+        return crc32(source.some_values().encode(), found)
     return found

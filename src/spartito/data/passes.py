@@ -6,16 +6,16 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from spartito.data.dataset import Dataset, describe_sampler
+from spartito.data.dataset import Dataset, describe_sampler, known_length
 from spartito.data.draws import Draws
 from spartito.data.order import by_length, permutation, spread
-from spartito.data.source import BlockSource, OrderedSource
+from spartito.data.source import BlockSource, OrderedSource, Source
 from spartito.errors import UserError
 
 
@@ -115,7 +115,8 @@ class Passes:
 def make_pass(dataset: Dataset, seed: int, epoch: int) -> Pass:
     """The global batches of pass ``epoch``: a function of (seed, epoch), if samplers are."""
     if dataset.batch_sampler is not None:
-        return DrawnPass(draw(dataset.batch_sampler, seed, epoch))
+        assert isinstance(dataset.source, Source)
+        return DrawnPass(draw(dataset.batch_sampler, seed, epoch, len(dataset.source)))
     assert dataset.examples is not None
     assert dataset.batch_size is not None
     assert dataset.steps_per_pass is not None
@@ -147,8 +148,14 @@ def order_of(dataset: Dataset, seed: int, epoch: int) -> Tensor | None:
     return torch.from_numpy(examples)
 
 
-def draw(batch_sampler: Iterable[Sequence[int]], seed: int, epoch: int) -> list[Tensor]:
-    """All batches of pass ``epoch``, each int64 of shape ``(n,)``.
+MOST = 200_000
+"""Examples of a pass, beside a hundred times those that there are, until a sampler has no end."""
+
+
+def draw(
+    batch_sampler: Iterable[Sequence[int]], seed: int, epoch: int, count: int = 0
+) -> list[Tensor]:
+    """All batches of pass ``epoch`` over ``count`` examples, each int64 of shape ``(n,)``.
 
     A sampler that draws from a global generator, from a `torch.Generator` of its own, or by
     ``set_epoch`` draws the same on every replica, and again when training is resumed.
@@ -162,10 +169,31 @@ def draw(batch_sampler: Iterable[Sequence[int]], seed: int, epoch: int) -> list[
             if part is not None and hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
         restored.enter_context(Draws(seed, epoch))
-        batches = [torch.as_tensor(batch, dtype=torch.int64) for batch in batch_sampler]
+        most = 100 * count + MOST if known_length(batch_sampler) is None else None
+        batches, drawn = list[Tensor](), 0
+        for batch in batch_sampler:
+            batches.append(_numbers(batch, batch_sampler))
+            drawn += len(batches[-1])
+            if most is not None and drawn > most:
+                raise UserError(
+                    f"{describe_sampler(batch_sampler)} seems to have no end: {drawn:,} examples "
+                    f"in pass {epoch}, of {count:,}",
+                    "End it after one pass. With steps_per_epoch, epochs go on over the end of "
+                    "a pass.",
+                )
     if not batches:
         raise UserError(
             f"{describe_sampler(batch_sampler)} gave no batch in pass {epoch}",
             "A sampler can be iterated once for each pass; a generator is used up after the first.",
         )
     return batches
+
+
+def _numbers(batch: Any, batch_sampler: Any) -> Tensor:
+    try:
+        return torch.as_tensor(batch, dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{describe_sampler(batch_sampler)} draws no numbers of examples: {error}",
+            "Number the examples, from 0 on, and look up the key in __getitem__.",
+        ) from error

@@ -13,7 +13,7 @@ import torch
 from torch.utils import data as torch_data
 from torch.utils.data import DataLoader, get_worker_info
 
-from spartito.data.collate import tidy
+from spartito.data.collate import collate, kept_rows, tidy
 from spartito.data.dataset import Dataset, Transform
 from spartito.data.order import example_generator
 from spartito.data.source import BatchSource, Found
@@ -84,7 +84,11 @@ class Reading:
                 corrupt.append((index, str(error)))
             else:
                 kept.append(position)
-        return Found(tidy(self.collate(examples)) if examples else None, kept, corrupt)
+        if not examples:
+            return Found(None, kept, corrupt)
+        data = tidy(self.collate(examples))
+        left = len(kept) if self.collate is collate else kept_rows(data, examples)
+        return Found(data, kept[:left], corrupt)  # nobody knows which a collate function left out
 
 
 def make_reading(dataset: Dataset, seed: int) -> Reading:

@@ -78,8 +78,8 @@ def forward(model: nn.Module, data: Any, has_loss: bool = True) -> Any:
         if isinstance(data, tuple | list):
             if has_loss:
                 return model(data[0])
-            is_whole = len(data) == 1 and takes_batches(model)
-            return model(data) if is_whole else model(*data)
+            is_whole = len(data) == 1 or hasattr(data, "_make")
+            return model(data) if is_whole and takes_batches(model) else model(*data)
         return model(data)
     except TypeError as error:
         if (refusal := _not_called_so(model, data, has_loss, error)) is None:

@@ -38,7 +38,7 @@ from spartito.engine.keyed_draws import (
     refusal,
 )
 from spartito.engine.logged import listening
-from spartito.engine.step_context import StepContext, current, within
+from spartito.engine.step_context import UNKNOWN, StepContext, current, within
 from spartito.errors import UserError
 
 aten = torch.ops.aten
@@ -288,6 +288,12 @@ class _KeyedDrawing(Drawing):
             return filled(shape, dtype, fill, generator)
         if func is aten.randperm.default:
             raise refusal(func, "an order of the examples that are here")
+        if size and int(context.offsets[0]) == UNKNOWN:
+            raise refusal(
+                func,
+                "a collate function left out examples, and does not say which (raise "
+                "spartito.CorruptSampleError in __getitem__ instead)",
+            )
         everyone = list(shape)
         everyone[rows.dim] = context.global_size * rows.each
         drawn = filled(tuple(everyone), dtype, fill, generator)

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from spartito.collectives.collective import Collective
 
+UNKNOWN = -1
+"""The offset of rows of which nobody knows where they lie in the batch."""
+
 T = TypeVar("T")
 
 Weak = Callable[[], Callable[[], T] | None]

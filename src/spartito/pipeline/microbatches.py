@@ -11,6 +11,7 @@ from msgspec import structs
 from torch import Tensor
 
 from spartito.data.batch import Batch
+from spartito.data.collate import form, part_of, sizes
 from spartito.errors import UserError
 
 
@@ -43,18 +44,15 @@ def part(batch: Batch, first: int, size: int) -> Batch:
         A batch of the same step.
     """
     last = first + size
-
-    def cut(data: Any) -> Any:
-        if isinstance(data, list) and len(data) == batch.size:
-            return data[first:last]
-        if isinstance(data, tuple):
-            return tuple(cut(part) for part in data)
-        if isinstance(data, Mapping):
-            return {name: cut(part) for name, part in data.items()}
-        return data[first:last] if isinstance(data, Tensor) and data.dim() else data
-
-    offsets = batch.offsets[first:last]
-    return structs.replace(batch, data=cut(batch.data), size=size, offsets=offsets)
+    if (shape := form(batch.data, batch.size)) is None or size == batch.size:
+        data = batch.data
+    elif (data := part_of(batch.data, slice(first, last), shape)) is None:
+        raise UserError(
+            f"a batch of {batch.size} examples cannot be cut into microbatches: its tensors and "
+            f"lists have {', '.join(map(str, sizes(batch.data)))} rows",
+            "Set microbatches=1, give tensors of (examples, ...), or choose another strategy.",
+        )
+    return structs.replace(batch, data=data, size=size, offsets=batch.offsets[first:last])
 
 
 def joined(outputs: Sequence[Any], sizes: Sequence[float]) -> Any:

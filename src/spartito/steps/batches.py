@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spartito.collectives.collective import Collective
 from spartito.data.batch import Batch
-from spartito.data.collate import rows
+from spartito.data.collate import head, without_rows
 from spartito.data.loader import SPARE, Loader
 from spartito.data.placing import Placing
 from spartito.engine.denormals import Denormals
@@ -257,6 +257,9 @@ class Together(Share):
 
 
 def _emptied(batch: Batch) -> Batch:
-    data = rows(batch.data, lambda tensor: tensor[:0])
-    spare = rows(batch.data, lambda tensor: tensor[:SPARE]) if batch.size else batch.spare
+    data = without_rows(batch.data, batch.size)
+    spare = batch.spare
+    if batch.size:
+        found = head(batch.data, SPARE, batch.size)
+        spare = batch.data if found is None else found
     return structs.replace(batch, data=data, size=0, offsets=batch.offsets[:0], spare=spare)

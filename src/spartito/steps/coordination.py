@@ -197,26 +197,29 @@ class Coordination(ABC):
         """The ``text`` of every task, by rank; all call it. Where they do not meet: ``[text]``."""
         return [text]
 
-    def compare_data(self, rows: Sequence[Tensor]) -> None:
+    def compare_data(self, rows: Sequence[Tensor], which: int) -> None:
         """Refuse a task that was given other data; all call it where a training begins.
 
         Args:
             rows: Some of this task's, the same ones on each.
+            which: A checksum of what has to be equal.
 
         Raises:
-            UserError: If they differ by more than rounding.
+            UserError: If rows differ by more than rounding, or ``which`` does.
         """
         if self.joins:
             return
         total, norm = moments(rows)
-        told = [text.split() for text in self.tell_all(f"{total!r} {norm!r}")]
-        for rank, is_other in enumerate(drifted([(float(a), float(b)) for a, b in told])):
-            if is_other:
+        told = [text.split() for text in self.tell_all(f"{total!r} {norm!r} {which}")]
+        others = drifted([(float(a), float(b)) for a, b, _ in told])
+        for rank, is_other in enumerate(others):
+            if is_other or told[rank][2] != told[0][2]:
                 raise UserError(
                     f"{self.cluster.name_of(rank)} was given other data than "
                     f"{self.cluster.name_of(0)}",
                     "Each task takes its part of the whole, which all make alike: seed what draws "
-                    "it. Where each has data of its own: sp.data.per_worker(...).",
+                    "it, and divide nothing by ranks. Where each has data of its own: "
+                    "sp.data.per_worker(...).",
                 )
 
     def attempt(self, work: Callable[[], str]) -> list[str]:

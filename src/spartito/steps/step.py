@@ -69,7 +69,14 @@ from spartito.engine.optimizers import (
 from spartito.engine.precision import choose_precision, convert, make_loss_scale
 from spartito.engine.randomness import globalize
 from spartito.engine.sharding.hidden_parameters import asleep, check_shown
-from spartito.engine.step_context import StepContext, belong, enter, enter_none, leave
+from spartito.engine.step_context import (
+    UNKNOWN,
+    StepContext,
+    belong,
+    enter,
+    enter_none,
+    leave,
+)
 from spartito.errors import SpartitoError, UserError
 from spartito.mesh.placing import hidden
 from spartito.names import nearest
@@ -342,8 +349,10 @@ class Step:
         if looks_beyond:
             seed = self._seed if pairs.used is None else pairs.used.seed
             step = batch.epoch << 32 | batch.step
+            unknown = self.team.data_shard[1] > 1 and batch.left_out
+            offsets = torch.full_like(batch.offsets, UNKNOWN) if unknown else batch.offsets
             self._context = StepContext(
-                self.team.replicas, seed, step, batch.global_size, batch.offsets,
+                self.team.replicas, seed, step, batch.global_size, offsets,
                 keep_apart=weakref.WeakMethod(self._keep_apart),
             )  # fmt: skip
             enter(self._context)

@@ -221,6 +221,20 @@ def _translated(
     return found
 
 
+def check_steps(call: str, steps: int | None) -> None:
+    """Refuse a number of steps that is none.
+
+    Args:
+        call: Whose argument it is.
+        steps: What the script says; None: all.
+
+    Raises:
+        UserError: It is no whole number of 1 or more.
+    """
+    if steps is not None and (not is_whole(steps) or steps < 1):
+        raise UserError(f"{call}={steps!r})", "A whole number of 1 or more, or None for all.")
+
+
 def asked_epochs(
     epochs: int | None,
     steps: int | None,

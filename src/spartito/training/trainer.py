@@ -29,7 +29,13 @@ from spartito.folders import check_free
 from spartito.notes import note, warn
 from spartito.storage.tensors import check_storable
 from spartito.strategies import Strategy
-from spartito.training.arguments import asked_epochs, asked_strategy, has_epochs, known_names
+from spartito.training.arguments import (
+    asked_epochs,
+    asked_strategy,
+    check_steps,
+    has_epochs,
+    known_names,
+)
 from spartito.training.backups.identity import options_of
 from spartito.training.batch_size_finder import BatchSizes, find_batch_size
 from spartito.training.callback import Callback, Where, check_given
@@ -316,6 +322,7 @@ class Trainer:
             if first_checkpoint(callbacks) is None:
                 own_checkpoint(self.run_dir)
         validation = None
+        check_steps("fit(validation_steps", validation_steps)
         if validation_data is not None and not self.left_to_evaluator:
             size = BATCH if batch_size is None else batch_size
             validation = self._evaluation(validation_data, validation_steps, size)
@@ -426,6 +433,7 @@ class Trainer:
             The figures by name, ``{"loss": ..., "accuracy": ...}``, equal on all replicas and
             exact over all examples.
         """
+        check_steps("evaluate(steps", steps)
         given = self._asked(callbacks)
         with self._stepping(True):
             return Figures(
@@ -457,6 +465,7 @@ class Trainer:
             The outputs in the order of the data, all of them on every replica: tensors of shape
             ``(examples, ...)``, in a tuple or dict where the model returns one.
         """
+        check_steps("predict(steps", steps)
         chain = replace(
             as_dataset(data, batch_size), shuffled=False, padded=True, corrupt_limit=0, repeats=1
         )

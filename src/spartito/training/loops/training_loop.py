@@ -13,7 +13,7 @@ import torch
 
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
-from spartito.data.memory import few_rows
+from spartito.data.memory import few_rows, which_examples
 from spartito.engine.host_reads import Number, added, read
 from spartito.engine.logged import listening, log
 from spartito.engine.seed import random_state, set_random_state
@@ -45,7 +45,7 @@ class TrainingLoop:
         self.chain = chain
         self._trainer = trainer
         self._strategy, self._coordination = trainer.strategy, trainer.coordination
-        self._coordination.compare_data(few_rows(chain.source))
+        self._coordination.compare_data(few_rows(chain.source), which_examples(chain.source))
         self._batches = trainer.strategy.distribute(chain, seed=trainer.seed)
         self.clock = Clock(lambda: self._batches.waited, self._batches.overlaps)
         if before is not None:  # other data, but no order of passes that was seen already

@@ -74,7 +74,13 @@ class MeanMetric(Metric):
         return read([self._sum, self._count])
 
     def _total(self, found: Any, size: int) -> Any:
-        value = torch.as_tensor(found)
+        try:
+            value = torch.as_tensor(found)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"the metric {self.name} returned {describe(found)}",
+                "It gives one value per example, their mean, or (sum, count).",
+            ) from error
         if value.dim() == 0:
             return wide(value) * size
         if value.dtype == torch.bool and value.numel() == size:
@@ -142,9 +148,7 @@ def accuracy(output: Tensor, target: Tensor, threshold: float = 0.0, ignored: in
     that fits. For outputs shaped as the target (or ``(batch, 1)``) it is `binary_accuracy`.
     """
     if output.dim() == target.dim() + 1 and output.shape[1] > 1:
-        found = output.argmax(1 if output.shape[2:] == target.shape[1:] else -1)
-        if found.shape != target.shape:
-            raise misfit(output, target)
+        found = output.argmax(_classes_of(output, target))
         return _counted(torch.eq(found, target), target, ignored)
     if output.shape == target.shape and output.dim() > 1 and output.shape[1] > 1:
         return torch.eq(output.argmax(1), target.argmax(1))  # targets are probabilities of classes
@@ -178,8 +182,24 @@ def binary_accuracy(output: Tensor, target: Tensor, threshold: float = 0.0) -> T
 
 def top_k_accuracy(output: Tensor, target: Tensor, k: int = 5, ignored: int = IGNORED) -> Any:
     """Where the target is among the ``k`` largest outputs; the tuple as `accuracy`."""
-    best = output.topk(min(k, output.shape[1]), dim=1).indices
-    return _counted(torch.eq(best, target.unsqueeze(1)).any(1), target, ignored)
+    if output.shape == target.shape and output.dim() > 1:
+        target = target.argmax(1)  # it is probabilities of classes
+    if output.dim() != target.dim() + 1:
+        raise misfit(output, target)
+    dim = _classes_of(output, target)
+    if output.shape[dim] == 1:  # it is always among the best
+        raise misfit(output, target)
+    best = output.topk(min(k, output.shape[dim]), dim=dim).indices
+    return _counted(torch.eq(best, target.unsqueeze(dim)).any(dim), target, ignored)
+
+
+def _classes_of(output: Tensor, target: Tensor) -> int:
+    """The dim of the classes: 1, or the last one if only that fits."""
+    if output.shape[:1] + output.shape[2:] == target.shape:
+        return 1
+    if output.shape[:-1] == target.shape:
+        return -1
+    raise misfit(output, target)
 
 
 def mean_absolute_error(output: Tensor, target: Tensor) -> Tensor:
