@@ -39,6 +39,7 @@ from spartito.engine.keyed_draws import (
 )
 from spartito.engine.logged import listening
 from spartito.engine.step_context import StepContext, current, enter
+from spartito.engine.trial_passes import untouched
 from spartito.errors import UserError
 
 aten = torch.ops.aten
@@ -298,12 +299,9 @@ class RandomnessForbidden(Drawing):
 def _measure(now: _Pass, look: Callable[..., Draws]) -> list[tuple[Any, Rows | None]]:
     """The random operations of a forward pass, and how each holds the examples (None: unclear).
 
-    The pass is made with a few of its rows, and leaves neither buffers nor the generator changed.
+    The pass is made with a few of its rows, and leaves the model and the generators as they were.
     """
     size, context = len(now.context.offsets), current()
-    buffers = list(now.module.buffers())
-    before = [buffer.clone() for buffer in buffers]
-    state = torch.default_generator.get_state()
     made: list[Draws] = []
 
     def passes() -> None:
@@ -317,13 +315,10 @@ def _measure(now: _Pass, look: Callable[..., Draws]) -> list[tuple[Any, Rows | N
 
     enter(None)
     try:
-        with ThreadPoolExecutor(1) as aside:  # here we are below autograd, inside of an operation
-            aside.submit(passes).result()
+        with untouched(now.module), ThreadPoolExecutor(1) as aside:
+            aside.submit(passes).result()  # here we are below autograd, inside of an operation
     finally:
         enter(context)
-        torch.default_generator.set_state(state)
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.data.copy_(value)  # a graph that wants it finds what it saw
     return [
         (func, _compared(small, large) if func is other else None)
         for (func, small), (other, large) in zip(*made, strict=False)
