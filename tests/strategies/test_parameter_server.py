@@ -366,6 +366,9 @@ def test_what_a_callback_writes_into_parameters_is_refused(
         ("frozen between", 2, "it trains"),
         ("frozen", 2, "0.weight of the model was frozen on worker 0 during fit()"),
         ("frozen", 1, "it trains"),
+        ("still", 2, "0.bias of the model, which the optimizer does not learn, changed on worker"),
+        ("still", 1, "it trains"),
+        ("waits", 1, "backward() without update() for a batch under parameter_server"),
     ],
 )
 def test_what_a_script_does_to_parameters_beside_the_servers_is_refused(

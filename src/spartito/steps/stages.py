@@ -26,7 +26,12 @@ from spartito.engine.host_reads import Number
 from spartito.engine.logged import listening
 from spartito.engine.loss import LossFunction
 from spartito.engine.meta_models import is_unmade, make_buffers, make_parameters
-from spartito.engine.optimizers import check_undivided, unwrap
+from spartito.engine.optimizers import (
+    check_frequencies,
+    check_undivided,
+    optimizer_parameters,
+    unwrap,
+)
 from spartito.errors import UserError
 from spartito.mesh.axes import DATA, PIPELINE, Mesh
 from spartito.mesh.layout import Layout
@@ -93,6 +98,30 @@ def mesh_of_stages(
             "The mesh says it already: leave stages out.",
         )
     return mesh
+
+
+def check_by_parameter(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that may look at all parameters at once.
+
+    Args:
+        optimizer: Of which a task will have the parameters of its own stages.
+
+    Raises:
+        UserError: It is not torch's, and does not say what it looks at.
+    """
+    kind = type(optimizer)
+    says = getattr(kind, "by_parameter", False) or getattr(kind, "elementwise", False)
+    if (
+        not says
+        and kind.__module__.partition(".")[0] != "torch"
+        and optimizer_parameters(optimizer)
+    ):
+        raise UserError(
+            f"{kind.__name__} may look at all parameters at once, of which each task of a pipeline "
+            "has some",
+            "Choose one of torch's optimizers. One of your own that updates each parameter by "
+            "itself says so: class Mine: by_parameter = True.",
+        )
 
 
 @dataclass
@@ -174,6 +203,9 @@ class Stages:
                 "precision='fp16' in a pipeline: a stage would not hear of another's overflow",
                 "Take 'bf16', which needs no loss scale.",
             )
+        if self.pipelines.shape.microbatches > 1:
+            for path, module in model.named_modules():
+                check_frequencies(path, module)
         self._inside.check(model, settings)
 
     def lay_out(self, model: nn.Module) -> None:
@@ -195,6 +227,8 @@ class Stages:
     def gradients(self, model: nn.Module, optimizer: Optimizer) -> Prepared:
         """As `Placement.gradients`: this task's own, until it is known which parameters stay."""
         own = unwrap(model)
+        if self.pipelines.shape.tasks > 1:
+            check_by_parameter(optimizer)
         if self.pipelines.has_divided(optimizer):
             return self._inside.gradients(own, optimizer)
         self._inside.cut_state(own, optimizer)

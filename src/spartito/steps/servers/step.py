@@ -464,7 +464,7 @@ class ServedStep(Step):
                 check_unchanged(pair)
             pair.gradients.backward_calls = 0  # the batches of one update are one mean
         else:
-            self._check_backward(pair)
+            self._check_backward(pair, batch)
         super().backward(losses, batch)
         pair.passes += 1
 
@@ -537,8 +537,12 @@ class ServedStep(Step):
         is_last = current is not None and current.is_last
         return pair.passes >= pair.accumulate or is_last
 
-    def _check_backward(self, pair: Pair) -> None:
+    def _check_backward(self, pair: Pair, batch: Batch) -> None:
         """Refuse to weigh several backward passes of an update, of which nobody else knows."""
+        pusher = self.coordination.computing
+        if pusher.computed is not batch:
+            pusher.check_updated()
+        pusher.computed = batch
         if self.team.inside.several and pair.gradients.backward_calls:
             raise UserError(
                 "several backward passes of an update in groups of several workers over servers",
