@@ -174,6 +174,30 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, num_replicas: int) -
         )
 
 
+def check_by_parameter(optimizer: Optimizer, holder: str) -> None:
+    """Refuse an optimizer that may look at all parameters at once.
+
+    Args:
+        optimizer: Whose parameters are divided.
+        holder: Who will have some of them.
+
+    Raises:
+        UserError: It is not torch's, and does not say what it looks at.
+    """
+    kind = type(optimizer)
+    says = getattr(kind, "by_parameter", False) or getattr(kind, "elementwise", False)
+    if (
+        not says
+        and kind.__module__.partition(".")[0] != "torch"
+        and optimizer_parameters(optimizer)
+    ):
+        raise UserError(
+            f"{kind.__name__} may look at all parameters at once, of which each {holder} has some",
+            "Choose one of torch's optimizers. One of your own that updates each parameter by "
+            "itself says so: class Mine: by_parameter = True.",
+        )
+
+
 def check_members(optimizer: Optimizer, model: nn.Module) -> None:
     """Refuse an optimizer of parameters that are not the model's."""
     known = {id(parameter) for parameter in model.parameters()}

@@ -311,7 +311,7 @@ class Still:
 
     Attributes:
         parameter: It.
-        home: Its place in the memory of all, from when on it learns.
+        home: Where it lies in the memory of all, from when on it learns.
     """
 
     parameter: nn.Parameter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,9 +27,9 @@ from spartito.engine.logged import listening
 from spartito.engine.loss import LossFunction
 from spartito.engine.meta_models import is_unmade, make_buffers, make_parameters
 from spartito.engine.optimizers import (
+    check_by_parameter,
     check_frequencies,
     check_undivided,
-    optimizer_parameters,
     unwrap,
 )
 from spartito.errors import UserError
@@ -98,30 +98,6 @@ def mesh_of_stages(
             "The mesh says it already: leave stages out.",
         )
     return mesh
-
-
-def check_by_parameter(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that may look at all parameters at once.
-
-    Args:
-        optimizer: Of which a task will have the parameters of its own stages.
-
-    Raises:
-        UserError: It is not torch's, and does not say what it looks at.
-    """
-    kind = type(optimizer)
-    says = getattr(kind, "by_parameter", False) or getattr(kind, "elementwise", False)
-    if (
-        not says
-        and kind.__module__.partition(".")[0] != "torch"
-        and optimizer_parameters(optimizer)
-    ):
-        raise UserError(
-            f"{kind.__name__} may look at all parameters at once, of which each task of a pipeline "
-            "has some",
-            "Choose one of torch's optimizers. One of your own that updates each parameter by "
-            "itself says so: class Mine: by_parameter = True.",
-        )
 
 
 @dataclass
@@ -228,7 +204,7 @@ class Stages:
         """As `Placement.gradients`: this task's own, until it is known which parameters stay."""
         own = unwrap(model)
         if self.pipelines.shape.tasks > 1:
-            check_by_parameter(optimizer)
+            check_by_parameter(optimizer, "task of a pipeline")
         if self.pipelines.has_divided(optimizer):
             return self._inside.gradients(own, optimizer)
         self._inside.cut_state(own, optimizer)
@@ -433,12 +409,19 @@ class Pipelines:
         total: Number = 0.0
         weight: Number = 0.0
         if batch.size:
-            with telling(self.messages, self._team.job.task):
+            with telling(self.messages, self._team.job.task), self._watching(pair):
                 output, total, weight = passes.train(batch, loss, divisor, self.messages)
         elif pair.randomness is not None:
             pair.randomness.abstain()
         pair.gradients.add(*self._of_last_stage(total, weight))
         return output
+
+    def _watching(self, pair: Pair) -> AbstractContextManager[None]:
+        """A step whose gradients are sums of those of microbatches, or of replicas."""
+        repeats = self.shape.microbatches > 1
+        if pair.randomness is None or not (repeats or self._team.divides):
+            return nullcontext()
+        return pair.hooks.watching(pair.names_by_id, pair.gradients.parameters, repeats)
 
     def _of_last_stage(self, total: Number, weight: Number) -> tuple[Number, Number]:
         """A sum of losses and its weight, which the last stage has, on all tasks."""

@@ -33,6 +33,7 @@ from spartito.engine.logged import listening
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import (
     OptimizerLike,
+    check_by_parameter,
     has_hooks,
     has_sparse_gradients,
     named_state,
@@ -421,6 +422,8 @@ class ServedStep(Step):
             self._rules = self._rules.clipping_means(settings.clip_norm, self._rules.spans)
             settings = dataclasses.replace(settings, clip_norm=None)
         found = super().prepare(model, optimizer, settings)
+        if settings.deterministic and self._rules.spans > 1 and not self._rules.every:
+            check_by_parameter(found[1], "parameter server")
         # Its steps are made on the servers: torch need not warn of schedules before the first.
         found[1]._opt_called = True  # type: ignore[attr-defined]
         self._join(self.team.pairs.only)
