@@ -159,6 +159,28 @@ def test_sums_stay_sums() -> None:
         assert (part.scale, part.weight) == (1.0, 2 / SIZE)
 
 
+def two(o: Tensor) -> Tensor:
+    return torch.stack([o.square().mean(), o.abs().mean()])
+
+
+LEARNED = torch.nn.Parameter(torch.tensor([0.2, -0.1]).double())
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o, y: (two(o) * LEARNED.exp()).sum(),
+        lambda o, y: (two(o) * torch.exp(-LEARNED) + LEARNED).sum(),
+        lambda o, y: (two(o) / (2 * LEARNED**2) + LEARNED.tanh()).sum() + LEARNED.sum(),
+        lambda o, y: (LEARNED.softmax(0) * two(o)).sum(),
+    ],
+)
+def test_losses_with_weights_that_are_learned_stay_means(loss: Any) -> None:
+    for size in (SIZE, 3):
+        found = read(loss, size)
+        assert (found.doubt, found.scale, found.weight) == ("", size, size)
+
+
 def shares(y: Tensor, dtype: torch.dtype) -> Tensor:
     """A weight of its own for each target; together they are 1, as far as they are rounded."""
     weights = torch.rand(y.shape, dtype=dtype, generator=torch.Generator().manual_seed(3))
@@ -176,6 +198,7 @@ def shares(y: Tensor, dtype: torch.dtype) -> Tensor:
         (lambda o, y: (each(o, y) * shares(y, torch.bfloat16)).sum(), NORMALIZED),
         (lambda o, y: (each(o, y) * (shares(y, torch.float32) * y.numel())).mean(), NORMALIZED),
         (lambda o, y: o.square().mean().sqrt(), "a loss made by Sqrt"),
+        (lambda o, y: (two(o) ** 2).sum(), "a loss made by Pow"),
         (lambda o, y: o.square().sum() / 7, "a loss that is a sum over the batch divided by 7"),
     ],
 )

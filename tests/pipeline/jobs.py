@@ -442,6 +442,9 @@ class Strays(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.what == "writes":
             x[:, 0] -= 0.5
+        elif self.what == "averages":
+            with torch.no_grad():
+                self.second.weight.mul_(0.9)
         elif self.what == "counts":
             self.calls += 1
         hidden: Tensor = torch.vmap(self.first)(x) if self.what == "maps" else self.first(x)
@@ -451,6 +454,16 @@ class Strays(nn.Module):
         return out / (1 + self.calls)
 
 
+class Own(torch.optim.SGD):
+    """May look at anything."""
+
+
+class OwnByParameter(Own):
+    """Says that it does not."""
+
+    by_parameter = True
+
+
 def refused(model: str, options: dict[str, Any]) -> str:
     """The error of a first step."""
     torch.manual_seed(0)
@@ -458,12 +471,16 @@ def refused(model: str, options: dict[str, Any]) -> str:
         "small": nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)),
         "branches": Branches(),
         "keeps": Keeps(3),
-        **{what: Strays(what) for what in ("writes", "counts", "draws", "maps")},
+        "often": nn.Sequential(nn.Embedding(3, 3, scale_grad_by_freq=True), nn.Linear(3, 3)),
+        "own": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)),
+        "own, by parameter": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)),
+        **{what: Strays(what) for what in ("writes", "counts", "draws", "maps", "averages")},
     }
     strategy = sp.strategy("pipeline", **options)
     try:
         net = nets[model]
-        strategy.prepare(net, lambda parameters: torch.optim.SGD(parameters, 0.1))
+        kind = {"own": Own, "own, by parameter": OwnByParameter}.get(model, torch.optim.SGD)
+        strategy.prepare(net, lambda parameters: kind(parameters, 0.1))
         for batch in strategy.distribute(sp.data.arrays(torch.randn(4, 3), torch.randn(4, 3))):
             strategy.step(batch, nn.MSELoss())
     except SpartitoError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import spartito as sp
 from spartito.errors import UserError
@@ -148,6 +148,59 @@ def states(name: str, kind: str, folder: str) -> dict[str, Any]:
         "state": {n: {k: torch.as_tensor(v) for k, v in v.items()} for n, v in values.items()},
         "names": list(values),
     }
+
+
+class Teacher(nn.Module):
+    """A forward pass moves an average of what learns, until that learns itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net, self.slow = nn.Linear(4, 2).double(), nn.Linear(4, 2).double()
+        self.slow.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.slow.weight.requires_grad:
+            for mean, new in zip(self.slow.parameters(), self.net.parameters(), strict=True):
+                mean.mul_(0.9).add_(new.detach(), alpha=0.1)
+        out: Tensor = self.net(x) + self.slow(x)
+        return out
+
+
+class Slow(torch.optim.SGD):
+    """Writes into parameters without a look at their gradients, every second time."""
+
+    def __init__(self, parameters: Any, rate: float) -> None:
+        super().__init__(parameters, rate)
+        self.steps = 0
+        self.kept = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.steps += 1
+        if self.steps % 2 == 0:
+            both = zip(self.kept, self.param_groups[0]["params"], strict=True)
+            for before, now in both:
+                now.copy_(before.lerp_(now, 0.5))
+
+
+def averaged(name: str, kind: str) -> list[dict[str, Tensor]]:
+    """The weights before and after the strategy is closed."""
+    strategy, net = make_strategy(name), Teacher()
+    rule: Any = {"Adam": torch.optim.Adam, "Slow": Slow, "Adafactor": torch.optim.Adafactor}[kind]
+    learns = (net.net if kind == "Slow" else net).parameters()
+    made, optimizer = strategy.prepare(net, rule(learns, 0.02))
+    x = torch.arange(72.0, dtype=torch.float64).view(18, 4) / 36
+    for number, batch in enumerate(strategy.distribute(sp.data.arrays(x, x[:, :2]).batch(3))):
+        strategy.backward((made(batch.x) - batch.y).square().mean(1), batch)
+        strategy.update(optimizer)
+        if number == 2 and kind != "Slow":
+            net.slow.requires_grad_(True)
+    found = strategy.state_dict()["model"]
+    before = {key: value.clone() for key, value in found.items()}
+    strategy.close()
+    return [before, dict(net.state_dict())]
 
 
 def refused_memory() -> str:

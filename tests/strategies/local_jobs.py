@@ -155,15 +155,19 @@ def written_beside_servers(name: str, options: dict[str, Any], how: str) -> str:
 
     ``how``: "before" the first step, "between" two fits, in a "loop" of one's own, by a "pre_hook"
     or "post_hook" of the optimizer, or a callback has "frozen" a weight. One that is "frozen
-    between" two fits is so on all tasks.
+    between" two fits is so on all tasks. A callback writes into what is "still", and a loop "waits"
+    with its updates.
     """
     strategy = make_strategy(name, **options)
     net: Any = mlp()
+    net[0].bias.requires_grad_(how != "still")
 
     class Freeze(sp.Callback):
         def on_train_batch_end(self, batch: int, logs: Any) -> None:
             if how == "frozen":
                 net[0].weight.requires_grad_(False)
+            if how == "still":
+                net[0].bias.data.add_(1.0)
 
     data = sp.data.arrays(*blobs(EXAMPLES)).batch(BATCH)
     try:
@@ -175,8 +179,8 @@ def written_beside_servers(name: str, options: dict[str, Any], how: str) -> str:
         if how.endswith("_hook"):
             register = getattr(trainer.optimizer, f"register_step_{how}")
             register(lambda *_: net[0].bias.data.zero_())
-        if how != "loop":
-            given = [Freeze()] if how.startswith("frozen") else []
+        if how not in ("loop", "waits"):
+            given = [Freeze()] if how.startswith(("frozen", "still")) else []
             trainer.fit(data, epochs=1, callbacks=given, verbose=0)
             if how == "between":
                 net[0].bias.data.add_(1.0)
@@ -184,11 +188,13 @@ def written_beside_servers(name: str, options: dict[str, Any], how: str) -> str:
                 net[0].weight.requires_grad_(False)
             trainer.fit(data, epochs=1, callbacks=given, verbose=0)
             return "it trains"
-        for batch in strategy.distribute(data):
+        for number, batch in enumerate(strategy.distribute(data)):
             losses = nn.functional.cross_entropy(net(batch.x), batch.y, reduction="none")
             strategy.backward(losses, batch)
-            strategy.update(trainer.optimizer)
-            net[3].bias.data.clamp_(-0.01, 0.01)
+            if how == "loop" or number % 2:
+                strategy.update(trainer.optimizer)
+            if how == "loop":
+                net[3].bias.data.clamp_(-0.01, 0.01)
         return "it trains"
     except (sp.UserError, sp.TaskLostError) as error:
         return str(error)

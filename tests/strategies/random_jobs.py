@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -97,6 +98,20 @@ def attention(need: bool) -> Kind:
     ].transpose(0, 1)
 
 
+class Counting(nn.Module):
+    """Draws, and follows what it has counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes, self.seen, self.own = 0, list[int](), random.Random(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        self.seen.append(self.passes)
+        scale = 1 + 0.1 * self.passes + 0.2 * len(self.seen) + 0.1 * self.own.random()
+        return F.dropout(x, 0.2) * scale
+
+
 def packed(m: Any, x: Tensor) -> Tensor:
     lengths = torch.full((len(x),), STEPS)
     found, _ = m(pack_padded_sequence(x, lengths, batch_first=True))
@@ -125,6 +140,7 @@ KINDS: dict[str, Callable[[], Kind]] = {
     "blocks again": lambda: blocks(False),
     "blocks again, reentrant": lambda: blocks(True),
     "noise": lambda: (nn.Identity(), noise),
+    "counting": lambda: (Counting(), lambda m, x: m(x)),
     "packed": lambda: lstm(nn.LSTM(WIDTH, WIDTH, 2, dropout=0.4, batch_first=True)),
     "order": lambda: (nn.Identity(), lambda m, x: x[torch.randperm(len(x))]),
     "own generator": lambda: (

@@ -86,6 +86,16 @@ def test_the_state_exists_once_and_is_saved_whole(
         torch.testing.assert_close(result["state"], one["state"], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["Adam", "Slow", "Adafactor"])
+def test_what_is_written_beside_the_gradients_is_written_once(
+    replicas: Replicas, kind: str
+) -> None:
+    """By a forward pass of each replica, or by an optimizer of a user's own."""
+    (one,) = replicas(jobs.averaged, 1, "one_device", kind)
+    for found in replicas(jobs.averaged, 2, "central_storage", kind):
+        torch.testing.assert_close(found, one, rtol=0, atol=1e-12)
+
+
 def test_replicas_that_share_no_memory_are_refused(replicas: Replicas) -> None:
     for result in replicas(jobs.refused_memory, 2):
         assert result.startswith("UserError: central_storage for 2 replicas that share no memory")

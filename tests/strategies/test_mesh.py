@@ -543,16 +543,17 @@ def test_sparse_gradients_are_refused_where_tensors_are_cut(replicas: Replicas) 
         replicas(with_sparse_rows, 2, 2)
 
 
-def with_short_rows(name: str) -> None:
+def with_lookups(name: str, what: dict[str, Any]) -> None:
     with make_strategy(name) as strategy:
-        net = nn.Sequential(nn.Embedding(8, 4, max_norm=1.0), nn.Linear(4, 2))
+        net = nn.Sequential(nn.Embedding(8, 4, **what), nn.Linear(4, 2))
         strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
 
 
 @pytest.mark.parametrize("name", ["mirrored", "sharded", "central_storage"])
-def test_rows_that_a_lookup_shortens_are_refused_where_there_are_replicas(
-    replicas: Replicas, name: str
+@pytest.mark.parametrize("what", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
+def test_lookups_of_all_rows_are_refused_where_there_are_replicas(
+    replicas: Replicas, name: str, what: dict[str, Any]
 ) -> None:
-    replicas(with_short_rows, 1, name)
-    with pytest.raises(ReplicaError, match=r"UserError: max_norm=1\.0 of 0, Embedding"):
-        replicas(with_short_rows, 2, name)
+    replicas(with_lookups, 1, name, what)
+    with pytest.raises(ReplicaError, match=r"UserError: (max_norm=1\.0|scale_grad_by_freq) of 0, "):
+        replicas(with_lookups, 2, name, what)

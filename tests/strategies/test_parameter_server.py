@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -366,6 +367,9 @@ def test_what_a_callback_writes_into_parameters_is_refused(
         ("frozen between", 2, "it trains"),
         ("frozen", 2, "0.weight of the model was frozen on worker 0 during fit()"),
         ("frozen", 1, "it trains"),
+        ("still", 2, "0.bias of the model, which the optimizer does not learn, changed on worker"),
+        ("still", 1, "it trains"),
+        ("waits", 1, "backward() without update() for a batch under parameter_server"),
     ],
 )
 def test_what_a_script_does_to_parameters_beside_the_servers_is_refused(
@@ -380,6 +384,31 @@ def test_a_second_model_is_refused(replicas: Replicas, tmp_path: Path) -> None:
     with pytest.raises(ReplicaError, match="a second model under parameter_server") as caught:
         replicas(prepare_twice, 1, {"servers": {"snapshot_dir": str(tmp_path)}}, servers=1)
     assert caught.value.kind == "UserError"
+
+
+@pytest.mark.parametrize(("optimizer", "servers"), [("own", 2), ("own", 1), ("SGD", 2)])
+def test_an_optimizer_of_ones_own_that_may_look_at_all_servers_values_is_refused(
+    replicas: Replicas, tmp_path: Path, optimizer: str, servers: int
+) -> None:
+    options = {"max_staleness": 0, "servers": {"snapshot_dir": str(tmp_path), "min_shard_bytes": 8}}
+    refusal = "OwnSGD may look at all parameters at once, of which each parameter server has some"
+    is_refused = optimizer == "own" and servers > 1
+    with pytest.raises(ReplicaError, match=refusal) if is_refused else nullcontext():
+        replicas(prepare_exactly, 1, options, optimizer, servers=servers)
+
+
+class OwnSGD(torch.optim.SGD):
+    """Says nothing of what it looks at."""
+
+
+def prepare_exactly(options: dict[str, Any], optimizer: str) -> None:
+    made = strategy("parameter_server", **options)
+    try:
+        net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Linear(8, 2))
+        kind = OwnSGD if optimizer == "own" else torch.optim.SGD
+        made.prepare(net, kind(net.parameters(), 0.1), deterministic=True)
+    finally:
+        made.close()
 
 
 @warns("unclosed file")  # a server records pushes until its process ends

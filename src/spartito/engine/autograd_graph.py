@@ -92,9 +92,9 @@ _SUMS = kinds("Mean Nansum Sum")
 _PRODUCTS = kinds("Cdist Dot EuclideanDist Mm")
 
 _OF_PARAMETERS = _OF_MESHES | kinds(
-    "Abs Add Cat Clamp ClampMin Clone Div Exp LinalgVectorNorm Log Mean Mm Mul Neg Norm "
-    "Permute Pow Relu ReshapeAlias Rsub Select Sigmoid Softplus Sqrt Square Squeeze Stack Sub "
-    "Sum T ToCopy Transpose Unsqueeze View"
+    "Abs Add Cat Clamp ClampMin Clone Div Exp LinalgVectorNorm Log LogSoftmax Mean Mm Mul Neg "
+    "Norm Permute Pow Relu ReshapeAlias Rsub Select Sigmoid Softmax Softplus Sqrt Square Squeeze "
+    "Stack Sub Sum T Tanh ToCopy Transpose Unsqueeze View"
 )
 _OF_TWO = kinds("Add Div Mm Mul Sub")
 _PICKS = frozenset(("SelectBackward0", "UnbindBackward0", "SliceBackward0"))
@@ -155,15 +155,23 @@ def is_of_one(node: Node, size: int) -> bool:
 
 
 def stacks_scalars(node: Node) -> bool:
-    """Whether a vector was put together of scalars: losses, not elements."""
-    for each in descent(node):
-        kind, above = kind_of(each), parents(each)
+    """Whether a vector was made of scalars that were put together: losses, not elements.
+
+    Each may have a weight of its own since, or one that is learned.
+    """
+    for _ in range(STEPS):
+        kind, above = kind_of(node), parents(node)
         if kind == "StackBackward0":
             return all(not shape_of(parent) for parent in above)
         if kind == "CatBackward0":
             return all(kind_of(p) in LINEAR and not shape_of(parents(p)[0]) for p in above)
-        if kind not in ("MulBackward0", "NegBackward0", "ToCopyBackward0") or len(above) != 1:
+        if kind not in SAME_ELEMENTS:
             break
+        if len(above) > 1:
+            above = [parent for parent in above if not of_parameters_alone(parent)]
+        if not above:
+            break
+        node = above[0]
     return False
 
 

@@ -169,7 +169,7 @@ class DividedGradients(DividedUpdates):
 
     ``homes`` has the values there of parameters that lie elsewhere, on devices, by their ids: these
     are updated, and the optimizer's state is there too. ``replicas`` is the group for tensors of
-    those devices.
+    those devices. ``share`` is given what learns, before that is divided.
     """
 
     def __init__(
@@ -178,11 +178,14 @@ class DividedGradients(DividedUpdates):
         collective: SharedMemoryCollective,
         homes: Mapping[int, Tensor] = MappingProxyType({}),
         replicas: Collective | None = None,
+        share: Callable[[Sequence[nn.Parameter]], None] | None = None,
     ) -> None:
-        self._shared, self._homes = collective, homes
+        self._shared, self._homes, self._share = collective, homes, share
         super().__init__(optimizer, replicas or collective)
 
     def _plan(self) -> None:
+        if self._share is not None:
+            self._share(self.parameters)
         for learns in (True, False):
             self._give_out([p for p in self._given if p.requires_grad is learns])
         self._parts.clear()

@@ -191,6 +191,30 @@ def check_computes_once(optimizer: Optimizer) -> None:
         )
 
 
+def check_by_parameter(optimizer: Optimizer, holder: str) -> None:
+    """Refuse an optimizer that may look at all parameters at once.
+
+    Args:
+        optimizer: Whose parameters are divided.
+        holder: Who will have some of them.
+
+    Raises:
+        UserError: It is not torch's, and does not say what it looks at.
+    """
+    kind = type(optimizer)
+    says = getattr(kind, "by_parameter", False) or getattr(kind, "elementwise", False)
+    if (
+        not says
+        and kind.__module__.partition(".")[0] != "torch"
+        and optimizer_parameters(optimizer)
+    ):
+        raise UserError(
+            f"{kind.__name__} may look at all parameters at once, of which each {holder} has some",
+            "Choose one of torch's optimizers. One of your own that updates each parameter by "
+            "itself says so: class Mine: by_parameter = True.",
+        )
+
+
 def check_members(optimizer: Optimizer, model: nn.Module) -> None:
     """Refuse an optimizer of parameters that are not the model's."""
     known = {id(parameter) for parameter in model.parameters()}
@@ -225,20 +249,36 @@ def has_sparse_gradients(model: nn.Module) -> bool:
 
 
 def check_lookups(model: nn.Module) -> None:
-    """Refuse an embedding whose forward pass changes its weight, on each replica other rows.
+    """Refuse an embedding that looks at all lookups of a batch, of which a replica has a part.
 
     Raises:
-        UserError: A module of ``model`` has ``max_norm``.
+        UserError: A module of ``model`` has ``max_norm`` or ``scale_grad_by_freq``.
     """
     for path, module in model.named_modules():
-        limit = getattr(module, "max_norm", None)
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and limit is not None:
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if module.max_norm is not None:
             raise UserError(
-                f"max_norm={limit} of {path or 'the model'}, {type(module).__name__}: a forward "
-                "pass shortens the rows that it looks up, and replicas look up others",
+                f"max_norm={module.max_norm} of {path or 'the model'}, {type(module).__name__}: a "
+                "forward pass shortens the rows that it looks up, and replicas look up others",
                 "Leave max_norm out and shorten all rows after each update "
                 "(torch.renorm in on_train_batch_end), or train on one device.",
             )
+        check_frequencies(path, module)
+
+
+def check_frequencies(path: str, module: nn.Module) -> None:
+    """Refuse an embedding that divides by how often a batch has a row, where parts are counted.
+
+    Raises:
+        UserError: The module at ``path`` has ``scale_grad_by_freq``.
+    """
+    if getattr(module, "scale_grad_by_freq", False) is True:
+        raise UserError(
+            f"scale_grad_by_freq of {path or 'the model'}, {type(module).__name__}: it divides by "
+            "how often the batch has a row, and a part of the batch is counted",
+            "Leave scale_grad_by_freq out, or train on one device.",
+        )
 
 
 def has_hooks(optimizer: Optimizer) -> bool:

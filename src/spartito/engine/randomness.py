@@ -39,6 +39,7 @@ from spartito.engine.keyed_draws import (
 )
 from spartito.engine.logged import listening
 from spartito.engine.step_context import UNKNOWN, StepContext, current, within
+from spartito.engine.trial_passes import untouched
 from spartito.errors import UserError
 
 aten = torch.ops.aten
@@ -312,12 +313,9 @@ class RandomnessForbidden(Drawing):
 def _measure(now: _Pass, look: Callable[..., Draws]) -> list[tuple[Any, Rows | None]]:
     """The random operations of a forward pass, and how each holds the examples (None: unclear).
 
-    The pass is made with a few of its rows, and leaves neither buffers nor the generator changed.
+    The pass is made with a few of its rows, and leaves the model and the generators as they were.
     """
     size = len(now.context.offsets)
-    buffers = list(now.module.buffers())
-    before = [buffer.clone() for buffer in buffers]
-    state = torch.default_generator.get_state()
     made: list[Draws] = []
 
     def passes() -> None:
@@ -329,14 +327,9 @@ def _measure(now: _Pass, look: Callable[..., Draws]) -> list[tuple[Any, Rows | N
                 warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
                 made.append(look(*args, **kwargs))
 
-    try:
-        # Here we are below autograd, inside of an operation.
-        with within(None), ThreadPoolExecutor(1) as aside:
-            aside.submit(passes).result()
-    finally:
-        torch.default_generator.set_state(state)
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.data.copy_(value)  # a graph that wants it finds what it saw
+    # Here we are below autograd, inside of an operation.
+    with within(None), untouched(now.module), ThreadPoolExecutor(1) as aside:
+        aside.submit(passes).result()
     return [
         (func, _compared(small, large) if func is other else None)
         for (func, small), (other, large) in zip(*made, strict=False)

@@ -369,6 +369,8 @@ class _Recorder(TorchFunctionMode):
     def _note_changes(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
         """Note the buffers that an operation changes; the one that it returns, if it is one."""
         changed = [args[0]] if args and changes_first(func) else []
+        if changed and isinstance(args[0], list | tuple):  # those of torch._foreach_...
+            changed = [*args[0]]
         if (position := _NORMS.get(func)) is not None:
             given = kwargs.get("training", kwargs.get("use_input_stats", func is F.instance_norm))
             if args[5] if len(args) > 5 else given:
@@ -380,6 +382,15 @@ class _Recorder(TorchFunctionMode):
             memory = _memory_of(here_of(each))
             if name := self._memory.get(memory):
                 self.program.changed.add(name)
+            elif func is not Tensor.requires_grad_ and (
+                parameter := self._names.get(id(here_of(each)))
+            ):
+                raise UserError(
+                    f"a pipeline cannot train the model: {getattr(func, '__name__', func)}() "
+                    f"writes into its parameter {parameter!r}, once for each microbatch instead of "
+                    "once for each batch",
+                    "Take a strategy that sees whole batches, as mesh or sharded.",
+                )
             elif not self._may_change(here_of(each), memory):
                 raise UserError(
                     f"a pipeline cannot split the model: {getattr(func, '__name__', func)}() "

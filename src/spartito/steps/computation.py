@@ -240,11 +240,15 @@ class WholeModel:
         scale = found.scale / divisor if counts else 0.0
         gradient = pairs[0].loss_scale.scale(first_gradient(found.value, scale))
         draws = any(pair.has_drawn for pair in pairs)
+        watched = [pair for pair in pairs if pair.randomness is not None and self._division.divides]
         try:
-            if counts and not draws and self._around is None:
+            if counts and not draws and not watched and self._around is None:
                 backward(found.value, gradient)
             else:
                 with ExitStack() as stack:
+                    for pair in watched:
+                        learns = pair.gradients.parameters
+                        stack.enter_context(pair.hooks.watching(pair.names_by_id, learns))
                     for pair in () if counts else pairs:
                         stack.enter_context(pair.gradients.discarding())
                     if draws:

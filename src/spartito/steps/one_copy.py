@@ -21,6 +21,7 @@ from spartito.collectives.segment import Segment
 from spartito.collectives.shared_memory import LINE, SharedMemoryCollective
 from spartito.collectives.staged import on_host
 from spartito.engine import fused_update
+from spartito.engine.checksum import checksum
 from spartito.engine.divided_update import ELEMENTWISE, DividedGradients, Span
 from spartito.engine.gradients import same
 from spartito.engine.optimizers import optimizer_parameters, unwrap
@@ -100,10 +101,12 @@ class OneCopy:
         self._owners: dict[Optimizer, Owners] = {}
         self._scales = False
         self._homes: list[tuple[nn.Parameter, int]] = []
-        self._apart: list[Tensor] = []  # the same memory, where a write stays on this replica
+        # The same memory, where a write stays on this replica; None: something else is there.
+        self._apart: list[Tensor | None] = []
+        self._still: dict[int, Still] = {}  # by id
         team.closing.append(partial(move_out, self._homes, self._apart))
         self._values: HostValues | None = None
-        self.agreement = AddressAgreement(self._homes)
+        self.agreement = AddressAgreement(self._homes, self._still)
 
     @property
     def fraction(self) -> float:
@@ -120,8 +123,15 @@ class OneCopy:
         if not isinstance(group, SharedMemoryCollective):
             return
         given = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-        parameters = homeless(given, self._homes)
-        offsets, size = line_offsets([p.numel() * p.element_size() for p in parameters])
+        new = homeless(given, self._homes)
+        # On pages of their own: a write that stays here takes the whole page along.
+        learns, still = ([p for p in new if p.requires_grad is wanted] for wanted in (True, False))
+        offsets, size = line_offsets(nbytes_of(learns))
+        if still:
+            begin = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+            others, size = line_offsets(nbytes_of(still))
+            offsets, size = [*offsets, *(begin + each for each in others)], begin + size
+        parameters = [*learns, *still]
         segment = group.segment(size, has_view=True)
         for parameter, offset in zip(parameters, offsets, strict=True):
             view = _view(segment, offset, parameter)
@@ -131,9 +141,15 @@ class OneCopy:
                 self._values = self._values or HostValues(group)
                 self._values.add(parameter, view)
                 continue
+            apart = _view(segment, offset, parameter, segment.view)
+            if not parameter.requires_grad:
+                # A forward pass or a script writes into it on each replica, as into an average of
+                # what learns. What nobody writes costs no memory.
+                self._still[id(parameter)] = Still(parameter, view)
+                view = apart
             parameter.data = view
             self._homes.append((parameter, view.data_ptr()))
-            self._apart.append(_view(segment, offset, parameter, segment.view))
+            self._apart.append(apart)
         give_back_memory()
         group.barrier()
         if self._values is not None:
@@ -144,7 +160,9 @@ class OneCopy:
         group = on_host(self._team.replicas)
         if isinstance(group, SharedMemoryCollective) and self._divides_elements(optimizer):
             homes = {} if self._values is None else self._values.by_id
-            return model, DividedGradients(optimizer, group, homes, self._team.replicas)
+            return model, DividedGradients(
+                optimizer, group, homes, self._team.replicas, self._share
+            )
         self._divide(optimizer)
         return self._whole.gradients(model, optimizer)
 
@@ -163,11 +181,18 @@ class OneCopy:
         if self._values is not None:
             self._values.take_written()
         owners = None
+        is_idle = False
         if not isinstance(pair.gradients, DividedGradients):
             owners, own = self._divide(pair.optimizer), self._team.cluster.rank
+            self._share(pair.gradients.parameters)
             for parameter in owners.others(own):
                 parameter.grad = None  # optimizers pass over it
-        self._whole.optimize(pair)
+            # One of the user's own may write without a gradient, as one that averages does.
+            is_idle = not owners.of(own) and not _is_torchs_own(pair.optimizer)
+        if is_idle:
+            pair.gradients.update(lambda: _note_step(pair.optimizer))
+        else:
+            self._whole.optimize(pair)
         if self._values is not None and owners is not None:
             self._values.take_whole(owners.of(own))
         self._team.replicas.barrier()
@@ -228,6 +253,22 @@ class OneCopy:
 
     # Who updates what
 
+    def _share(self, parameters: Sequence[nn.Parameter]) -> None:
+        """What learns from now on has the chief's values, in the memory of all; all call it."""
+        given = [self._still.pop(id(p)) for p in parameters if id(p) in self._still]
+        group = on_host(self._team.replicas)
+        if not given or not isinstance(group, SharedMemoryCollective):
+            return
+        for still in given if self._team.is_chief else ():
+            still.home.copy_(still.parameter.detach())
+        group.barrier()
+        homes = {id(still.parameter): still.home for still in given}
+        for number, (parameter, _) in enumerate(self._homes):
+            if (home := homes.get(id(parameter))) is not None:
+                parameter.data = home
+                self._homes[number] = parameter, home.data_ptr()
+                self._apart[number] = None
+
     def _divides_elements(self, optimizer: Optimizer) -> bool:
         """Whether an update of some elements of a parameter is the same part of its update."""
         return type(optimizer) in ELEMENTWISE and not self._scales
@@ -264,22 +305,37 @@ class OneCopy:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Still:
+    """A parameter that does not learn: what a replica writes into it stays there.
+
+    Attributes:
+        parameter: It.
+        home: Where it lies in the memory of all, from when on it learns.
+    """
+
+    parameter: nn.Parameter
+    home: Tensor
+
+
 class AddressAgreement(Alike):
     """Parameters that lie in one memory are equal, unless a replica has moved its own away.
 
     Args:
         homes: What lies there, and at which address.
+        still: What each replica may have written for itself, by id.
     """
 
-    def __init__(self, homes: list[tuple[nn.Parameter, int]]) -> None:
-        self._homes = homes
+    def __init__(self, homes: list[tuple[nn.Parameter, int]], still: Mapping[int, Still]) -> None:
+        self._homes, self._still = homes, still
 
     def checksum(self, parameters: Sequence[nn.Parameter]) -> int | None:
         """As `Agreement.checksum`: of where they lie now; on devices of the values."""
         if not self._homes:
             return super().checksum(parameters)
         moved = [parameter.data_ptr() - home for parameter, home in self._homes]
-        return crc32(repr(moved).encode())
+        written = checksum([still.parameter for still in self._still.values()])
+        return crc32(repr((moved, written)).encode())
 
 
 def homeless(
@@ -323,6 +379,11 @@ def balanced(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
     return owners
 
 
+def nbytes_of(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """Their bytes."""
+    return [parameter.numel() * parameter.element_size() for parameter in parameters]
+
+
 def line_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Where blocks of ``sizes`` bytes begin, each on a cache line, and how long all are."""
     offsets, end = [], 0
@@ -332,7 +393,7 @@ def line_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     return offsets, max(end, LINE)
 
 
-def move_out(homes: list[tuple[nn.Parameter, int]], apart: list[Tensor]) -> None:
+def move_out(homes: list[tuple[nn.Parameter, int]], apart: list[Tensor | None]) -> None:
     """Leave the memory of all replicas: from now on each has its parameters to itself.
 
     It costs no memory before somebody writes: what is read is what all have left there.
@@ -340,11 +401,11 @@ def move_out(homes: list[tuple[nn.Parameter, int]], apart: list[Tensor]) -> None
     Args:
         homes: What lies there, and at which address; nothing afterwards. One that has been moved
             stays where it is.
-        apart: The memory of each where a write stays on this replica.
+        apart: The memory of each where a write stays on this replica; None: there is none.
     """
     for (parameter, address), own in zip(homes, apart, strict=True):
         if parameter.data_ptr() == address:
-            parameter.data = own
+            parameter.data = parameter.detach().clone() if own is None else own
     homes.clear()
     apart.clear()
 
@@ -365,6 +426,11 @@ def _slowest_first(tensor: Tensor) -> tuple[int, ...]:
 def _is_torchs_own(optimizer: Optimizer) -> bool:
     """Whether it updates every parameter by itself, as all of torch's do (LBFGS is refused)."""
     return type(optimizer).__module__.partition(".")[0] == "torch"
+
+
+def _note_step(optimizer: Optimizer) -> None:
+    """The step of who updates no parameter: a schedule is to know that there was one."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 class HostValues:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from spartito.engine.checksum import ROUNDING, DriftedError
 from spartito.engine.gradient_edits import Edits
+from spartito.engine.gradient_hooks import GradientHooks
 from spartito.engine.gradients import Accumulated, Gradients, same
 from spartito.engine.loss_halves import Comparisons
 from spartito.engine.optimizers import optimizer_parameters, unwrap
@@ -74,6 +75,7 @@ class Pair:
     passes: int = 0
     is_compared: bool = False  # its buffers, after the first update
     norms_told: bool = False  # whether it was said that figures depend on parts of batches
+    hooks: GradientHooks = field(default_factory=GradientHooks)
     comparisons: Comparisons = field(default_factory=Comparisons)
     looks_from_first: bool | None = None  # at a loss of the model's own: what all its layers tell
     reports_norm: bool = False  # whether the norm of each update's gradients is a figure
@@ -108,6 +110,10 @@ class Pair:
         found = [parameter for parameter in given if id(parameter) not in self.shared]
         self._known = [] if found else given
         return found
+
+    def names_by_id(self) -> dict[int, str]:
+        """The user's names of the parameters."""
+        return {id(p): name for name, p in unwrap(self.model).named_parameters()}
 
     def forget(self) -> None:
         """Have computed nothing of the next update."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,7 +26,12 @@ from spartito.engine.host_reads import Number
 from spartito.engine.logged import listening
 from spartito.engine.loss import LossFunction
 from spartito.engine.meta_models import is_unmade, make_buffers, make_parameters
-from spartito.engine.optimizers import check_undivided, unwrap
+from spartito.engine.optimizers import (
+    check_by_parameter,
+    check_frequencies,
+    check_undivided,
+    unwrap,
+)
 from spartito.errors import UserError
 from spartito.mesh.axes import DATA, PIPELINE, Mesh
 from spartito.mesh.layout import Layout
@@ -174,6 +179,9 @@ class Stages:
                 "precision='fp16' in a pipeline: a stage would not hear of another's overflow",
                 "Take 'bf16', which needs no loss scale.",
             )
+        if self.pipelines.shape.microbatches > 1:
+            for path, module in model.named_modules():
+                check_frequencies(path, module)
         self._inside.check(model, settings)
 
     def lay_out(self, model: nn.Module) -> None:
@@ -195,6 +203,8 @@ class Stages:
     def gradients(self, model: nn.Module, optimizer: Optimizer) -> Prepared:
         """As `Placement.gradients`: this task's own, until it is known which parameters stay."""
         own = unwrap(model)
+        if self.pipelines.shape.tasks > 1:
+            check_by_parameter(optimizer, "task of a pipeline")
         if self.pipelines.has_divided(optimizer):
             return self._inside.gradients(own, optimizer)
         self._inside.cut_state(own, optimizer)
@@ -399,12 +409,19 @@ class Pipelines:
         total: Number = 0.0
         weight: Number = 0.0
         if batch.size:
-            with telling(self.messages, self._team.job.task):
+            with telling(self.messages, self._team.job.task), self._watching(pair):
                 output, total, weight = passes.train(batch, loss, divisor, self.messages)
         elif pair.randomness is not None:
             pair.randomness.abstain()
         pair.gradients.add(*self._of_last_stage(total, weight))
         return output
+
+    def _watching(self, pair: Pair) -> AbstractContextManager[None]:
+        """A step whose gradients are sums of those of microbatches, or of replicas."""
+        repeats = self.shape.microbatches > 1
+        if pair.randomness is None or not (repeats or self._team.divides):
+            return nullcontext()
+        return pair.hooks.watching(pair.names_by_id, pair.gradients.parameters, repeats)
 
     def _of_last_stage(self, total: Number, weight: Number) -> tuple[Number, Number]:
         """A sum of losses and its weight, which the last stage has, on all tasks."""

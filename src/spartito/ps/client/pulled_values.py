@@ -8,6 +8,7 @@ from torch import Tensor
 from spartito.errors import UserError
 from spartito.names import listed
 from spartito.ps.client.vector import Vector
+from spartito.ps.protocol.layout import STILL
 
 MOST_NAMES = 4
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -26,13 +27,16 @@ class PulledValues:
 
     def __init__(self, vector: Vector, name: str) -> None:
         self._name = name
+        both = [*zip(vector.layout.entries, vector.tensors, strict=True)]
         self._learned = [
-            (entry.name, tensor)
-            for entry, tensor in zip(vector.layout.entries, vector.tensors, strict=True)
-            if entry.group >= 0 and not entry.frozen
+            (entry.name, tensor) for entry, tensor in both if entry.group >= 0 and not entry.frozen
+        ]
+        self._still = [
+            (entry.name, tensor) for entry, tensor in both if entry.group == STILL or entry.frozen
         ]
         self._sums: list[int] = []
-        self._watches = False
+        self._still_sums: list[int] = []
+        self._watches = self._is_alone = False
         self._learning: list[tuple[str, Tensor]] = []
 
     def watch(self, runs: bool, alone: bool) -> None:
@@ -41,25 +45,20 @@ class PulledValues:
         Args:
             runs: Whether a user's code runs between steps.
             alone: Whether it runs here alone, as callbacks on the chief of several workers: then
-                what learns now is to go on learning.
+                what learns now is to go on learning, and nothing is to be written into the rest.
         """
-        self._watches = runs
+        self._watches, self._is_alone = runs, alone
         self._learning = [pair for pair in self._learned if alone and pair[1].requires_grad]
 
     def note(self) -> None:
         """These are the servers' values."""
-        self._sums = self._sums_now()
+        self._sums = _sums_of(self._learned)
+        self._still_sums = _sums_of(self._still) if self._is_alone else []
 
     def came(self) -> None:
         """New values have come; they are noted where somebody may change them."""
-        self._sums = self._sums_now() if self._watches else []
-
-    def _sums_now(self) -> list[int]:
-        """Of each parameter the sum of its bits; read from a device at once."""
-        if not self._learned:
-            return []
-        found: list[int] = torch.stack([_sum(tensor) for _, tensor in self._learned]).tolist()
-        return found
+        self._sums = _sums_of(self._learned) if self._watches else []
+        self._still_sums = _sums_of(self._still) if self._watches and self._is_alone else []
 
     def check(self) -> None:
         """Refuse to replace what somebody has written.
@@ -67,9 +66,7 @@ class PulledValues:
         Raises:
             UserError: The values are not those that came, or here alone others learn.
         """
-        now = self._sums_now() if self._sums else []  # where none were noted
-        both = zip(self._learned, self._sums, now, strict=False)
-        if written := [name for (name, _), before, after in both if before != after]:
+        if written := _changed(self._learned, self._sums):
             raise UserError(
                 f"{listed(written, MOST_NAMES)} of the model changed on {self._name} between two "
                 "steps under parameter_server: the servers hold the parameters, and their values "
@@ -77,6 +74,7 @@ class PulledValues:
                 "Write into parameters before the first step, load them by trainer.load_weights(), "
                 "or take a synchronous strategy.",
             )
+        self.check_still()
         if frozen := [name for name, tensor in self._learning if not tensor.requires_grad]:
             raise UserError(
                 f"{listed(frozen, MOST_NAMES)} of the model was frozen on {self._name} during "
@@ -84,6 +82,41 @@ class PulledValues:
                 "learning it",
                 "Freeze it before the Trainer is made, or take a synchronous strategy.",
             )
+
+    def passed(self) -> None:
+        """A forward pass was made, which may have changed what does not learn."""
+        if self._still_sums:
+            self._still_sums = _sums_of(self._still)
+
+    def check_still(self) -> None:
+        """Refuse what somebody has written here alone into parameters that do not learn.
+
+        Raises:
+            UserError: They are not as they came, or as the last forward pass has left them.
+        """
+        if written := _changed(self._still, self._still_sums):
+            raise UserError(
+                f"{listed(written, MOST_NAMES)} of the model, which the optimizer does not learn, "
+                f"changed on {self._name} during fit() under parameter_server: callbacks run there "
+                "alone, and other workers go on with what they have",
+                "Write into them in a loop of your own, which each worker runs, or take a "
+                "synchronous strategy.",
+            )
+
+
+def _sums_of(named: list[tuple[str, Tensor]]) -> list[int]:
+    """Of each tensor the sum of its bits; read from a device at once."""
+    if not named:
+        return []
+    found: list[int] = torch.stack([_sum(tensor) for _, tensor in named]).tolist()
+    return found
+
+
+def _changed(named: list[tuple[str, Tensor]], before: list[int]) -> list[str]:
+    """The names of those whose sums are others now; none where none were noted."""
+    now = _sums_of(named) if before else []
+    both = zip(named, before, now, strict=False)
+    return [name for (name, _), old, new in both if old != new]
 
 
 def _sum(tensor: Tensor) -> Tensor:

@@ -90,6 +90,8 @@ class Pusher:
         """Whether `compute` can do what was done: not so in loops that users write."""
         self.idle: Callable[[], None] = lambda: None
         """Is called while a push waits for those of others."""
+        self.computed: Batch | None = None
+        """The last one of which a loop of the user's own has computed gradients."""
         self.own: OwnOptimizer | None = None
         """Of a group that trains apart: what it keeps to itself."""
         self._rules, self._compute = rules, compute
@@ -111,6 +113,8 @@ class Pusher:
         self.servers.admit()
         if not self.pair.passes:
             self._batches = []
+            if self.servers.pulled is not None:
+                self.servers.pulled.check_still()
         self._batches.append(batch)
 
     def push(self) -> tuple[float, float]:
@@ -153,8 +157,27 @@ class Pusher:
     def settle(self) -> None:
         """Have everything pushed, and all replies here."""
         if self.pair.passes:
+            self.check_updated()
             self.push()
         self.arrive()
+
+    def check_updated(self) -> None:
+        """Refuse gradients in a loop of the user's own that wait for a batch after theirs.
+
+        Which one comes next here, and whether one does, depends on what other workers take.
+
+        Raises:
+            UserError: There are some.
+        """
+        gradients = self.pair.gradients
+        waits = gradients.backward_calls and any(p.grad is not None for p in gradients.parameters)
+        if waits and not self.repeats and self.pair.accumulate == 1:
+            raise UserError(
+                "backward() without update() for a batch under parameter_server: workers get "
+                "batches one by one, and not always two in a row",
+                "For an update of n batches write strategy.prepare(..., accumulate=n), and call "
+                "update() after each.",
+            )
 
     def leave(self) -> None:
         """Give up what was not pushed."""
@@ -179,6 +202,8 @@ class Pusher:
         weight, loss = map(float, pair.gradients.reduce()[:2])
         if weight and pair.clip_norm is not None:
             pair.gradients.clip(pair.clip_norm, pair.gradients.norm())
+        if self.servers.pulled is not None:
+            self.servers.pulled.passed()
         absent, finite = self.servers.fill()
         if not finite:
             current.bad += 1

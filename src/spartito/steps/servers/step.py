@@ -34,6 +34,7 @@ from spartito.engine.logged import listening
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import (
     OptimizerLike,
+    check_by_parameter,
     has_hooks,
     has_sparse_gradients,
     named_state,
@@ -422,6 +423,8 @@ class ServedStep(Step):
             self._rules = self._rules.clipping_means(settings.clip_norm, self._rules.spans)
             settings = dataclasses.replace(settings, clip_norm=None)
         found = super().prepare(model, optimizer, settings)
+        if settings.deterministic and self._rules.spans > 1 and not self._rules.every:
+            check_by_parameter(found[1], "parameter server")
         # Its steps are made on the servers: torch need not warn of schedules before the first.
         found[1]._opt_called = True  # type: ignore[attr-defined]
         self._join(self.team.pairs.only)
@@ -469,7 +472,7 @@ class ServedStep(Step):
                 check_unchanged(pair)
             pair.gradients.backward_calls = 0  # the batches of one update are one mean
         else:
-            self._check_backward(pair)
+            self._check_backward(pair, batch)
         super().backward(losses, batch)
         pair.passes += 1
 
@@ -552,8 +555,12 @@ class ServedStep(Step):
         is_last = current is not None and current.is_last
         return pair.passes >= pair.accumulate or is_last
 
-    def _check_backward(self, pair: Pair) -> None:
+    def _check_backward(self, pair: Pair, batch: Batch) -> None:
         """Refuse to weigh several backward passes of an update, of which nobody else knows."""
+        pusher = self.coordination.computing
+        if pusher.computed is not batch:
+            pusher.check_updated()
+        pusher.computed = batch
         if self.team.inside.several and pair.gradients.backward_calls:
             raise UserError(
                 "several backward passes of an update in groups of several workers over servers",
