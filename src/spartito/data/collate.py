@@ -266,7 +266,7 @@ def kept_rows(data: Any, count: int) -> int:
     """How many of ``count`` examples are left in a batch that a function of the user's has made.
 
     It has left some out where all parts are tensors of so many rows, and none has ``count`` of
-    anything: not so where time comes first.
+    anything: not so where time comes first, or where all lie in one row behind each other.
     """
     parts = tuple(data.values()) if isinstance(data, Mapping) else data
     if isinstance(parts, Tensor):
@@ -276,6 +276,8 @@ def kept_rows(data: Any, count: int) -> int:
     found = {part.size(0) for part in parts}
     if len(found) != 1 or any(count in part.shape[:2] for part in parts):
         return count
+    if len(parts) > 1 and len({part.shape[:2] for part in parts}) == 1 == parts[0].size(0):
+        return count if parts[0].dim() > 1 else 1
     return int(min(count, *found))
 
 
