@@ -370,12 +370,17 @@ def test_a_list_of_what_looks_like_batches_is_told(caplog: pytest.LogCaptureFixt
     assert next(iter(Loader(as_dataset(batches)))).x.shape == (8, 5, 6)
     assert "a list is taken as examples, here 8" in caplog.text
     caplog.clear()
+    assert next(iter(Loader(as_dataset([torch.zeros(5, 6)] * 2)))).x.shape == (2, 5, 6)
+    assert "here 2" in caplog.text
+    assert "if they are x and y, a tuple (x, y)" in caplog.text
+    caplog.clear()
     plain: Any = torch.utils.data.DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
     assert [batch.x.shape for batch in Loader(as_dataset(plain))] == [(5, 6)] * 8
     for examples in (
         [(torch.zeros(6), torch.tensor(1))] * 8,
         [{"x": torch.zeros(6), "name": "a"}] * 8,
         [torch.zeros(5, 6)] * 8,
+        [torch.zeros(2)] * 2,
         [(torch.zeros(1, 6), torch.zeros(1))] * 8,
     ):
         next(iter(Loader(as_dataset(examples))))

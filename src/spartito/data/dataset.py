@@ -443,10 +443,10 @@ def as_dataset(data: Any, batch_size: int | None = 32) -> Dataset:
     elif isinstance(data, IterableDataset):
         dataset = Dataset(ExampleStream(data))
     elif isinstance(data, Source) and not isinstance(data, str | bytes):
-        if isinstance(data, list) and data and _has_rows(data[0]):
+        if isinstance(data, list) and data and (_has_rows(data[0]) or _is_x_and_y(data)):
             warn(
                 "a list is taken as examples, here %d; if they are batches, give "
-                "DataLoader(batches, batch_size=None)",
+                "DataLoader(batches, batch_size=None), if they are x and y, a tuple (x, y)",
                 len(data),
             )
         dataset = Dataset(data)
@@ -469,6 +469,11 @@ def _has_rows(item: Any) -> bool:
         return False
     heads = {tuple(getattr(part, "shape", ()))[:1] for part in parts}
     return len(heads) == 1 and () not in heads and heads != {(1,)}
+
+
+def _is_x_and_y(data: list[Any]) -> bool:
+    """Whether a list may be arrays with a row per example, as Keras takes them."""
+    return len(data) <= 3 and _has_rows(data) and len(data[0]) > len(data)
 
 
 def _from_table(table: Any) -> Dataset:
