@@ -107,6 +107,10 @@ def test_prefetch_changes_nothing() -> None:
         (lambda: arrays(X).batch(2.5), r"batch size of 2\.5"),  # type: ignore[arg-type]
         (lambda: arrays(X).repeat(0), r"repeat\(0\)"),
         (lambda: arrays(X).prefetch(-1), r"prefetch\(-1\)"),
+        (lambda: arrays(X).repeat(1.5), r"repeat\(1\.5\)"),  # type: ignore[arg-type]
+        (lambda: arrays(X).map(None), r"map\(None\)"),  # type: ignore[arg-type]
+        (lambda: arrays(X).shuffle("a"), r"shuffle\(seed='a'\)"),  # type: ignore[arg-type]
+        (lambda: arrays(X).skip_corrupt(-1), r"skip_corrupt\(-1\)"),
         (lambda: arrays(X).batch(2).map(RandomFlip()), "of a whole batch"),
         (lambda: Dataset(BatchStream([1])).map(RandomFlip()), "of a whole batch"),
         (lambda: arrays(X, Y[:3]), "arrays of 10, 3 examples"),

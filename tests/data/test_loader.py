@@ -214,6 +214,27 @@ def test_whole_examples_stand_in_where_there_are_no_rows() -> None:
         assert count_rows(last.data) == 0 if isinstance(first, torch.Tensor) else not last.x
 
 
+def test_what_functions_leave_out_of_a_batch_does_not_count() -> None:
+    def even(x: Tensor, y: Tensor) -> Any:
+        return x[y % 2 == 0], y[y % 2 == 0]
+
+    def collated(examples: list[Any]) -> Any:
+        return even(*torch.utils.data.default_collate(examples))
+
+    loader: Any = torch.utils.data.DataLoader
+    by_map = Dataset(Numbers(9)).batch(6).map(even)
+    by_stream = as_dataset(loader([*Dataset(Numbers(9)).batch(6)], None))
+    by_collate = as_dataset(loader(Numbers(9), 6, collate_fn=collated))
+    for chain, last in ((by_map, (2, 0)), (by_stream.map(even), (1, 1)), (by_collate, (2, 0))):
+        shares = [list(Loader(chain, (rank, 2))) for rank in range(2)]
+        assert [[batch.size for batch in own] for own in shares] == [[2, last[0]], [1, last[1]]]
+        assert sum(batch.left_out for own in shares for batch in own) == 4
+        assert {batch.global_size for own in shares for batch in own} == {6, 3}
+        assert all(len(batch.offsets) == batch.size for own in shares for batch in own)
+    as_they_are = loader([torch.ones(2)] * 4, 4, collate_fn=tuple)
+    assert [batch.size for batch in Loader(as_dataset(as_they_are))] == [4]
+
+
 class TestCorruptExamples:
     def test_they_keep_their_offsets(self, caplog: pytest.LogCaptureFixture) -> None:
         chain = Dataset(Numbers(9, broken=(1, 4, 5))).batch(6)
@@ -349,12 +370,17 @@ def test_a_list_of_what_looks_like_batches_is_told(caplog: pytest.LogCaptureFixt
     assert next(iter(Loader(as_dataset(batches)))).x.shape == (8, 5, 6)
     assert "a list is taken as examples, here 8" in caplog.text
     caplog.clear()
+    assert next(iter(Loader(as_dataset([torch.zeros(5, 6)] * 2)))).x.shape == (2, 5, 6)
+    assert "here 2" in caplog.text
+    assert "if they are x and y, a tuple (x, y)" in caplog.text
+    caplog.clear()
     plain: Any = torch.utils.data.DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
     assert [batch.x.shape for batch in Loader(as_dataset(plain))] == [(5, 6)] * 8
     for examples in (
         [(torch.zeros(6), torch.tensor(1))] * 8,
         [{"x": torch.zeros(6), "name": "a"}] * 8,
         [torch.zeros(5, 6)] * 8,
+        [torch.zeros(2)] * 2,
         [(torch.zeros(1, 6), torch.zeros(1))] * 8,
     ):
         next(iter(Loader(as_dataset(examples))))

@@ -23,6 +23,12 @@ def test_rows_one_by_one_and_many_at_once() -> None:
     assert source.gather(slice(3, 3))[0].shape == (0, 2)
 
 
+def test_an_array_that_was_turned_round() -> None:
+    x = np.arange(6, dtype=np.float32).reshape(3, 2)
+    assert Arrays(x[::-1]).gather(slice(0, 2)).tolist() == [[4.0, 5.0], [2.0, 3.0]]
+    assert Arrays(x[:, ::-1])[1].tolist() == [3.0, 2.0]
+
+
 def test_changes_in_place_do_not_reach_the_users_arrays() -> None:
     x = np.arange(12, dtype=np.float32).reshape(6, 2)
     source = Arrays(x, torch.arange(6))

@@ -55,6 +55,7 @@ def test_every_form_weighs_alike(result: Any, total: float, weight: float) -> No
         ((FOUR, 4), r"a loss of \(\(4,\) float32, int\)"),
         ((1.0, 4), r"a loss of \(float, int\)"),
         ({"loss": FOUR}, "a loss of dict"),
+        ((torch.tensor(1.0), torch.tensor(2.0, requires_grad=True)), "weight has a gradient"),
     ],
 )
 def test_other_results_are_refused(result: Any, text: str) -> None:

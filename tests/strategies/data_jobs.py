@@ -310,7 +310,7 @@ def own_forms_by_torch() -> dict[str, Any]:
     return found
 
 
-def left_out_with_dropout(name: str, options: dict[str, Any]) -> None:
+def left_out_with_dropout(name: str, options: dict[str, Any], predicts: bool = False) -> None:
     """A deterministic training whose collate function leaves out an example."""
     strategy = make_strategy(name, **options)
     net = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
@@ -319,7 +319,7 @@ def left_out_with_dropout(name: str, options: dict[str, Any]) -> None:
         strategy=strategy, deterministic=True,
     )  # fmt: skip
     loader: Any = torch.utils.data.DataLoader(_sequences(4), 4, collate_fn=_some_rows)  # type: ignore[arg-type]
-    trainer.fit(loader, verbose=0)
+    trainer.predict(loader) if predicts else trainer.fit(loader, verbose=0)
     strategy.close()
 
 

@@ -22,6 +22,8 @@ def test_numbers_are_those_of_torch(replicas: Replicas, case: Case) -> None:
 
 def test_what_is_drawn_for_rows_that_nobody_knows_is_refused(replicas: Replicas) -> None:
     replicas(data_jobs.left_out_with_dropout, 1, "one_device", {})
+    with pytest.raises(ReplicaError, match="left out 1 of 4 examples: there is no prediction"):
+        replicas(data_jobs.left_out_with_dropout, 1, "one_device", {}, predicts=True)
     with pytest.raises(ReplicaError, match="a collate function left out examples, and does not"):
         replicas(data_jobs.left_out_with_dropout, 2, "mirrored", {})
 

@@ -262,22 +262,22 @@ def sizes(data: Any) -> list[int]:
     return sorted({count for count in _counts(data) if count != WHOLE})
 
 
-def kept_rows(data: Any, examples: Sequence[Any]) -> int:
-    """How many of ``examples`` a collate function of the user's has put into a batch.
+def kept_rows(data: Any, count: int) -> int:
+    """How many of ``count`` examples are left in a batch that a function of the user's has made.
 
-    It has left some out where all parts are tensors of so many rows, and none has as many of
-    anything as there were examples: not so where time comes first.
+    It has left some out where all parts are tensors of so many rows, and none has ``count`` of
+    anything: not so where time comes first, or where all lie in one row behind each other.
     """
-    count = len(examples)
     parts = tuple(data.values()) if isinstance(data, Mapping) else data
     if isinstance(parts, Tensor):
         parts = (parts,)
-    is_known = type(parts) is tuple and all(isinstance(p, Tensor) and p.dim() for p in parts)
-    if not is_known or any(part is examples[0] for part in parts):  # they lie in it as they are
+    if type(parts) is not tuple or not all(isinstance(p, Tensor) and p.dim() for p in parts):
         return count
     found = {part.size(0) for part in parts}
     if len(found) != 1 or any(count in part.shape[:2] for part in parts):
         return count
+    if len(parts) > 1 and len({part.shape[:2] for part in parts}) == 1 == parts[0].size(0):
+        return count if parts[0].dim() > 1 else 1
     return int(min(count, *found))
 
 

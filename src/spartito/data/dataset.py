@@ -113,8 +113,10 @@ class Dataset:
             A new data set.
 
         Raises:
-            UserError: A random transform of whole batches.
+            UserError: No function, or a random transform of whole batches.
         """
+        if not callable(function) and not isinstance(function, RandomTransform):
+            raise UserError(f"map({function!r})", "Give a function.")
         if self.batched or isinstance(self.source, BatchStream | PerWorker):
             if isinstance(function, RandomTransform):
                 raise UserError(
@@ -163,6 +165,8 @@ class Dataset:
                 f"shuffle() of a {type(self.source).__name__}, which has an order of its own",
                 "It is drawn anew in each pass. Shuffle the data sets before they are mixed.",
             )
+        if seed is not None and not is_whole(seed):
+            raise UserError(f"shuffle(seed={seed!r})", "A whole number, or None.")
         known = None if lengths is None else self._checked(lengths)
         return replace(self, shuffled=True, seed=seed, live=self._live(blocks), lengths=known)
 
@@ -236,8 +240,8 @@ class Dataset:
         Raises:
             UserError: A count below 1.
         """
-        if count is not None and count < 1:
-            raise UserError(f"repeat({count})", "Repeat at least once, or without a count.")
+        if count is not None and (not is_whole(count) or count < 1):
+            raise UserError(f"repeat({count!r})", "Repeat at least once, or without a count.")
         return replace(self, repeats=count)
 
     def prefetch(self, batches: int = 2, threads: int | None = None) -> Dataset:
@@ -254,8 +258,8 @@ class Dataset:
         Raises:
             UserError: A negative number of batches.
         """
-        if batches < 0:
-            raise UserError(f"prefetch({batches})", "Give the number of batches, 0 for none.")
+        if not is_whole(batches) or batches < 0:
+            raise UserError(f"prefetch({batches!r})", "Give the number of batches, 0 for none.")
         return replace(self, ahead=batches, threads=max(1, threads or self.threads))
 
     def skip_corrupt(self, limit: int) -> Dataset:
@@ -266,7 +270,12 @@ class Dataset:
 
         Returns:
             A new data set.
+
+        Raises:
+            UserError: It is no number of examples.
         """
+        if not is_whole(limit) or limit < 0:
+            raise UserError(f"skip_corrupt({limit!r})", "Give a number of examples, 0 for none.")
         return replace(self, corrupt_limit=limit)
 
     def describe(self) -> str:
@@ -434,10 +443,10 @@ def as_dataset(data: Any, batch_size: int | None = 32) -> Dataset:
     elif isinstance(data, IterableDataset):
         dataset = Dataset(ExampleStream(data))
     elif isinstance(data, Source) and not isinstance(data, str | bytes):
-        if isinstance(data, list) and data and _has_rows(data[0]):
+        if isinstance(data, list) and data and (_has_rows(data[0]) or _is_x_and_y(data)):
             warn(
                 "a list is taken as examples, here %d; if they are batches, give "
-                "DataLoader(batches, batch_size=None)",
+                "DataLoader(batches, batch_size=None), if they are x and y, a tuple (x, y)",
                 len(data),
             )
         dataset = Dataset(data)
@@ -460,6 +469,11 @@ def _has_rows(item: Any) -> bool:
         return False
     heads = {tuple(getattr(part, "shape", ()))[:1] for part in parts}
     return len(heads) == 1 and () not in heads and heads != {(1,)}
+
+
+def _is_x_and_y(data: list[Any]) -> bool:
+    """Whether a list may be arrays with a row per example, as Keras takes them."""
+    return len(data) <= 3 and _has_rows(data) and len(data[0]) > len(data)
 
 
 def _from_table(table: Any) -> Dataset:

@@ -13,7 +13,17 @@ from msgspec import structs
 from torch import Tensor
 
 from spartito.data.batch import Batch
-from spartito.data.collate import count_rows, form, head, part_of, rows, sizes, tidy, without_rows
+from spartito.data.collate import (
+    count_rows,
+    form,
+    head,
+    kept_rows,
+    part_of,
+    rows,
+    sizes,
+    tidy,
+    without_rows,
+)
 from spartito.data.dataset import Dataset
 from spartito.data.draws import Draws
 from spartito.data.memory import Arrays
@@ -311,13 +321,14 @@ class IndexedFeed:
         offsets = part.offsets if count == part.rows else part.offsets[found.kept]
         batch = self._batch(part, found.data, offsets, count)
         left_out = part.rows - count - len(found.corrupt)
-        return structs.replace(batch, left_out=left_out) if left_out else batch
+        return _without(batch, left_out) if left_out else batch
 
     def _batch(self, part: _Part, data: Any, offsets: Tensor, rows: int) -> Batch:
         maps = self._dataset.batch_maps
         data = mapped(maps, data) if maps else data
         spare = None if rows else mapped(maps, self._some(part.epoch))
-        return Batch(data, rows, part.size, offsets, part.epoch, part.step, part.drawn, spare)
+        made = Batch(data, rows, part.size, offsets, part.epoch, part.step, part.drawn, spare)
+        return _counted(made) if maps else made
 
     def _some(self, epoch: int) -> Any:
         """A few rows, whichever."""
@@ -362,6 +373,19 @@ class IndexedFeed:
         warn("skipped (%d so far): %s", len(self._skipped), message)
 
 
+def _counted(batch: Batch) -> Batch:
+    """``batch`` after functions of the user's, which may have left out some of its examples."""
+    kept = kept_rows(batch.data, batch.size)
+    if kept == batch.size:
+        return batch
+    made = structs.replace(batch, size=kept, offsets=batch.offsets[:kept])
+    return _without(made, batch.size - kept)
+
+
+def _without(batch: Batch, left_out: int) -> Batch:
+    return structs.replace(batch, left_out=batch.left_out + left_out)
+
+
 class StreamFeed:
     """A stream that every replica reads whole and in the same order; each keeps its data shard."""
 
@@ -404,7 +428,7 @@ class StreamFeed:
         mine = mapped(self._dataset.batch_maps, self._mine(data, offsets))
         batch = Batch(mine, len(span), size, offsets, epoch, step)
         if len(span):
-            return batch
+            return _counted(batch) if self._dataset.batch_maps else batch
         spare = mapped(self._dataset.batch_maps, head(data, SPARE))
         return structs.replace(batch, spare=spare)
 

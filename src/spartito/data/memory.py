@@ -119,9 +119,11 @@ def _tree(array: Any) -> Any:
 
 def _tensor(array: Any) -> Tensor:
     try:
+        if isinstance(array, np.ndarray) and min(array.strides, default=0) < 0:
+            array = array.copy()  # as one that was turned round
         return torch.as_tensor(array)
     except (TypeError, ValueError, RuntimeError) as error:
-        if "str" in str(error):
+        if "'str'" in str(error) or "numpy.str_" in str(error):
             raise UserError(
                 "texts are no numbers, which a batch is made of",
                 "Tokenize them first, or give a data set of dicts; sp.data.tokens reads texts.",

@@ -87,8 +87,14 @@ class Reading:
         if not examples:
             return Found(None, kept, corrupt)
         data = tidy(self.collate(examples))
-        left = len(kept) if self.collate is collate else kept_rows(data, examples)
-        return Found(data, kept[:left], corrupt)  # nobody knows which a collate function left out
+        if self.collate is not collate and not _has(data, examples[0]):
+            kept = kept[: kept_rows(data, len(kept))]  # nobody knows which it has left out
+        return Found(data, kept, corrupt)
+
+
+def _has(data: Any, example: Any) -> bool:
+    """Whether examples lie in a batch as they are."""
+    return isinstance(data, tuple) and any(part is example for part in data)
 
 
 def make_reading(dataset: Dataset, seed: int) -> Reading:

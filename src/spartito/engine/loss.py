@@ -528,6 +528,12 @@ def weigh(given: Any, batch: Batch) -> WeightedLoss:
                 'A model that computes its loss returns {"loss": ..., "output": ...}.',
             )
         divisor = given[1]
+        if isinstance(divisor, Tensor) and divisor.requires_grad:
+            raise UserError(
+                "a loss of (sum, weight) whose weight has a gradient: it is a second loss, and "
+                "no number of items",
+                "Add up two losses, or give the weight's .detach().",
+            )
         weight = divisor.detach().view(()) if isinstance(divisor, Tensor) else float(divisor)
         return WeightedLoss(given[0], 1.0, weight)
     if not isinstance(given, Tensor):

@@ -60,8 +60,15 @@ def predicted(
 def whole(output: Any, batch: Batch, gather: Callable[[Tensor], Tensor]) -> Any:
     """The outputs for a global batch: all replicas' ``output``, one row for each example.
 
-    Raises `UserError` for a tensor that has another number of rows than this replica's batch.
+    Raises `UserError` for a tensor that has another number of rows than this replica's batch, and
+    where a collate function has left out examples.
     """
+    if batch.left_out:
+        raise UserError(
+            f"a collate function has left out {batch.left_out} of "
+            f"{batch.size + batch.left_out} examples: there is no prediction for them",
+            "Predict data that has none of these.",
+        )
 
     def of_all(part: Tensor) -> Tensor:
         if not part.dim() or len(part) != batch.size:
