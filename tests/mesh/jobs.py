@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spartito.mesh import functions, shard, spec, whole
+from spartito.mesh.recomputation import keep_shards
 from tests.mesh import tables
 from tests.mesh.cases import axes_of_this_process, failures
 from tests.mesh.tables import Cases, r
@@ -43,15 +44,23 @@ def checkpointed() -> dict[str, Any]:
     def part(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return F.linear(F.dropout(F.gelu(F.linear(x, a)), 0.3), b)
 
+    def outer(x: Tensor, a: Tensor, b: Tensor) -> Any:
+        return checkpoint(part, torch.tanh(x), a, b, use_reentrant=False) * x
+
     found: dict[str, Any] = {}
     again: Any = checkpoint
     torch.manual_seed(0)
+    keep_shards()
     with axes_of_this_process({"model": 2}) as axes:
         cases: Cases = {
             "checkpoint": (
                 lambda x, a, b: checkpoint(part, x, a, b, use_reentrant=False) + x,
                 [r(2, 4), r(8, 4), r(4, 8)],
-            )
+            ),
+            "nested": (
+                lambda x, a, b: checkpoint(outer, x, a, b, use_reentrant=False) + x,
+                [r(2, 4), r(8, 4), r(4, 8)],
+            ),
         }
         found["wrong"] = failures(cases, axes)
         x: Any = shard(r(2, 4).requires_grad_(), spec((None, "model")), axes)

@@ -56,6 +56,11 @@ CASES: list[Any] = [
     ("reentrant", "SGD", 2, {"split": ["d"]}),
     ("regions", "SGD", 2, {"schedule": "interleaved", "split": ["b", "e", "d"]}),
     ("regions", "SGD", 2, {"schedule": "zero_bubble", "split": ["b"]}),
+    ("regions", "SGD", 4, {"mesh": SQUARE, "split": ["e"]}),
+    pytest.param(
+        *("regions", "Adam", 4, {"mesh": SQUARE, "split": ["b"], "schedule": "zero_bubble"}),
+        marks=SLOW,
+    ),
     ("looks", "SGD", 3, {"split": ["mix", "out"], "schedule": "zero_bubble"}),
     ("mlp", "Adam", 4, {"mesh": SQUARE, "schedule": "zero_bubble"}),
     pytest.param("gpt", "Adam", 4, {"mesh": SQUARE, "schedule": "zero_bubble"}, marks=SLOW),

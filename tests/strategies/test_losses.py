@@ -129,6 +129,15 @@ def test_an_evaluation_of_a_models_own_loss_counts_what_each_batch_leaves(
         assert found == pytest.approx(expected, abs=EXACT)
 
 
+def test_replicas_that_meet_in_forward_passes_look_together(replicas: Replicas) -> None:
+    """Also where the graph of one alone does not tell what its loss is divided by."""
+    expected, _ = replicas(jobs.evaluate_third, 2, "mirrored", {})
+    for way in ("sockets", "fsdp"):
+        options = {"zero": 3, "communication": way}
+        for found in replicas(jobs.evaluate_third, 2, "sharded", options):
+            assert found == pytest.approx(expected, abs=EXACT)
+
+
 @pytest.mark.parametrize("name", ["mirrored", "pipeline"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_loss_of_which_nothing_tells_its_divisor_is_no_figure(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from spartito.engine.batchnorm import SynchronizedForward
 from spartito.errors import UserError
 from spartito.mesh.functions import watch
+from spartito.mesh.recomputation import keep_shards
 from spartito.mesh.sharded_tensor import (
     Axes,
     Sharded,
@@ -93,6 +94,7 @@ def saving() -> Iterator[None]:
 def shown(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """``kind`` whose tensors of these names are `Sharded` inside of forward passes."""
     watch()
+    keep_shards()
     plain: Any = kind.forward
     run: Any = plain
     if issubclass(kind, SynchronizedForward):

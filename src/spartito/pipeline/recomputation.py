@@ -15,15 +15,12 @@ import torch.utils.checkpoint as regions
 
 from spartito.engine.logged import listening
 from spartito.mesh.functions import taking
+from spartito.mesh.recomputation import ENTRANCE
 from spartito.mesh.showing_modules import inside
 from spartito.pipeline.replay import Replay
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """What torch asks for with each region: the context of its first pass, and of the second one."""
-
-_ENTRANCE = "_checkpoint_without_reentrant_generator"
-"""The function of torch that begins each region, also those of other libraries. It is torch's own
-name: where another version has none, a stage cannot begin in a region, and says so."""
 
 
 @contextmanager
@@ -33,19 +30,19 @@ def passing(replay: Replay) -> Iterator[None]:
     Args:
         replay: What of the pass is computed.
     """
-    begin: Any = getattr(regions, _ENTRANCE, None)
+    begin: Any = getattr(regions, ENTRANCE, None)
 
     def noted(function: Any, preserve: bool, contexts: Contexts, *args: Any, **kwargs: Any) -> Any:
         args = tuple(map(replay.within_reach, args))  # a region keeps them, and not what they are
         again = _also(contexts, replay.again(replay.next))
         return begin(function, preserve, again, *args, **kwargs)
 
-    setattr(regions, _ENTRANCE, noted)
+    setattr(regions, ENTRANCE, noted)
     try:
         with inside(), taking(replay.swap), replay:
             yield
     finally:
-        setattr(regions, _ENTRANCE, begin)
+        setattr(regions, ENTRANCE, begin)
 
 
 def _also(given: Contexts, replay: Replay) -> Contexts:

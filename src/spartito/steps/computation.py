@@ -103,6 +103,10 @@ class Division(Protocol):
         """What a backward pass divides by."""
         ...
 
+    def is_so_for_one(self, found: bool) -> bool:
+        """Whether it is so for one of those who compute parts of this batch; all of them ask."""
+        ...
+
 
 class WholeModel:
     """A model whose forward pass this task runs from the first layer to the last.
@@ -153,7 +157,7 @@ class WholeModel:
         batch = in_dtype(batch if has_rows else of_spare_rows(batch), pair.dtype)
         with torch.no_grad(), autocast(pair.precision, self._division.device):
             if loss is None:
-                output, found = _look_at_own(pair, batch)
+                output, found = self._look_at_own(pair, batch)
             else:
                 output = self._output(pair, batch.data, True)
                 found = look(loss, output, batch)
@@ -301,6 +305,23 @@ class WholeModel:
                 pair.comparisons.tell(found.doubt, refuses)
         return found
 
+    def _look_at_own(self, pair: Pair, batch: Batch) -> tuple[Any, WeightedLoss]:
+        """The output and the loss of a model that computes it.
+
+        A graph that begins at a loss of torch's tells what that was divided by. Plain arithmetic
+        has none, so then the graph of all layers is kept, which costs memory: of each batch from
+        there on, as what one without padding is divided by says nothing of the next. Where there
+        is no graph even so, that is what its doubt says.
+
+        All replicas make that second pass, also those whose rows were clear: they may meet in it.
+        """
+        output, found = look_at_own(pair.model, batch, pair.looks_from_first or False)
+        if pair.looks_from_first is None and self._division.is_so_for_one(found.is_guess):
+            with listening(None):  # it has reported its figures
+                output, found = look_at_own(pair.model, batch, from_first=True)
+            pair.looks_from_first = found.value.requires_grad
+        return output, found
+
     def _weigh(
         self, pair: Pair, loss: LossFunction | None, output: Any, given: Any, batch: Batch
     ) -> WeightedLoss:
@@ -321,22 +342,6 @@ def look_at_norms(pair: Pair) -> None:
     """
     if not pair.norms_told:
         pair.norms_told = check_evaluation(pair.model, pair.randomness is not None)
-
-
-def _look_at_own(pair: Pair, batch: Batch) -> tuple[Any, WeightedLoss]:
-    """The output and the loss of a model that computes it.
-
-    A graph that begins at a loss of torch's tells what that was divided by. Plain arithmetic has
-    none, so then the graph of all layers is kept, which costs memory: of each batch from there on,
-    as what one without padding is divided by says nothing of the next. Where there is no graph
-    even so, that is what its doubt says.
-    """
-    output, found = look_at_own(pair.model, batch, pair.looks_from_first or False)
-    if found.is_guess and pair.looks_from_first is None:
-        with listening(None):  # it has reported its figures
-            output, found = look_at_own(pair.model, batch, from_first=True)
-        pair.looks_from_first = found.value.requires_grad
-    return output, found
 
 
 def of_spare_rows(batch: Batch) -> Batch:

@@ -196,3 +196,14 @@ class Team:
             batch: Any of them.
         """
         return float(batch.global_size)
+
+    def is_so_for_one(self, found: bool) -> bool:
+        """As `Division.is_so_for_one`.
+
+        Args:
+            found: Whether it is so here.
+        """
+        group = self.groups.data
+        if group.world_size == 1:
+            return found
+        return bool(group.all_reduce(torch.tensor([float(found)])).item())

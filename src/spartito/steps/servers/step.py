@@ -258,6 +258,14 @@ class ServedTeam(Team):
             return float(batch.global_size or 1)  # all members know it
         return float(batch.size or 1)  # a push is the mean over its own examples
 
+    def is_so_for_one(self, found: bool) -> bool:
+        """As `Division.is_so_for_one`: who evaluates has all rows.
+
+        Args:
+            found: Whether it is so here.
+        """
+        return found
+
 
 class ToServers(Whole):
     """The exchange of a worker whose gradients go to servers as they are."""
