@@ -361,6 +361,7 @@ class Trainer:
             restore(self._given, restored["callbacks"])
         else:
             loop.begin_anew()
+        self.stop_training = over  # a callback had ended it
         over = over or self.is_at_end
         epochs_left = range(first, first if over else epochs)
         with held_outputs(self):
