@@ -75,6 +75,7 @@ class Pair:
     is_compared: bool = False  # its buffers, after the first update
     norms_told: bool = False  # whether it was said that figures depend on parts of batches
     comparisons: Comparisons = field(default_factory=Comparisons)
+    loss: nn.Module | None = None  # a module that its steps have as loss
     looks_from_first: bool | None = None  # at a loss of the model's own: what all its layers tell
     reports_norm: bool = False  # whether the norm of each update's gradients is a figure
     skips_nonfinite: bool = False  # updates whose loss or gradients are not finite, on all tasks
