@@ -26,6 +26,7 @@ import spartito as sp
 from spartito import folders
 from spartito.errors import PreemptedError, UnwritableError, UserError
 from spartito.failpoints import ENV
+from spartito.report.run_ends import STOPPED
 from spartito.steps.coordination import SynchronousCoordination
 from spartito.strategies import Strategy
 from spartito.training import preemption
@@ -421,23 +422,29 @@ def test_a_complete_fit_can_be_kept(tmp_path: Path) -> None:
     assert (again.history, again.step) == (whole.history, whole.step)
 
 
-def test_a_training_that_a_callback_has_ended_is_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("removes", [True, False])
+def test_a_training_that_a_callback_has_ended_is_over(tmp_path: Path, removes: bool) -> None:
     """The script is lost after its fit: started again it trains no further epoch."""
 
     def stopped() -> sp.Trainer:
         fit_count.forget()  # as a new process
         stops = sp.callbacks.EarlyStopping("loss", min_delta=10.0)
-        made = trainer()
-        backup = sp.callbacks.BackupAndRestore(tmp_path, every="epoch", share=None)
+        made = trainer(run_dir=tmp_path / "run")
+        backup = sp.callbacks.BackupAndRestore(
+            tmp_path / "backup", every="epoch", share=None, delete_checkpoint=removes
+        )
         later = sp.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: made.wait())
         given: list[sp.Callback] = [later, backup, stops]
         made.fit(data(), epochs=9, batch_size=5, callbacks=given, verbose=0)
         folders.release(fit_count.HOLDER)
         return made
 
-    first, again = stopped(), stopped()
+    first = stopped()
     assert first.history.epoch == [0, 1]
-    assert (again.history, again.step) == (first.history, first.step)
+    for again in (stopped(), stopped()):
+        assert (again.history, again.step) == (first.history, first.step)
+        config = json.loads((tmp_path / "run" / "config.json").read_bytes())
+        assert config["fit"]["end"] == STOPPED
 
 
 class _Unfreeze(sp.Callback):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import spartito as sp
@@ -67,6 +68,45 @@ class Summing(torch.optim.Optimizer):
             assert (state["single"].dtype, state["seen"].dtype) == (torch.float32, torch.bool)
             state["single"] -= 0.1 * each.grad.float()
             each.data.copy_(state["single"])
+
+
+class Centred(nn.Module):
+    """A loss whose centre follows what it has seen, as DINO's, beside weights of the script."""
+
+    centre: Tensor
+    weight: Tensor
+
+    def __init__(self, weight: float = 1.0, replaces: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(2).double())
+        self.register_buffer("weight", torch.tensor(weight))
+        self.replaces = replaces
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        losses = cross_entropy(output - self.centre.clone(), target, reduction="none")
+        now = self.centre.lerp(output.detach().mean(0), 0.1)
+        self.centre = now if self.replaces else self.centre.copy_(now)
+        return losses * self.weight
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_what_a_loss_has_gathered_goes_on(tmp_path: Path, replaces: bool) -> None:
+    given = chain()
+    whole = trainer(loss=Centred(replaces=replaces))
+    resumed = trainer(loss=Centred(replaces=replaces))
+    whole.fit(given, epochs=1, verbose=0)
+    whole.save(tmp_path / "saved")
+    whole.fit(given, epochs=1, verbose=0)
+    resumed.load(tmp_path / "saved")
+    resumed.fit(given, epochs=2, verbose=0)
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    other_weight = trainer(loss=Centred(2.0))
+    other_weight.load(tmp_path / "saved")
+    assert isinstance(other_weight.loss, Centred)
+    assert other_weight.loss.weight == 2.0  # of the script
+    assert other_weight.loss.centre.abs().min() > 0
+    trainer(loss=nn.CrossEntropyLoss()).load(tmp_path / "saved")  # another one has none
 
 
 @pytest.mark.parametrize("optimizer", [Ahead, Slower, Summing])

@@ -435,7 +435,10 @@ class SynchronousCoordination(Coordination):
         """Make the buffers of all models alike in a group, or refuse those that are not."""
         for pair in self._pairs.all:
             model, is_strict = unwrap(pair.model), pair.randomness is not None
-            self.settle_buffers(group, shared_buffers(model), is_strict)
+            own = shared_buffers(model)
+            if pair.loss is not None:
+                own |= {f"loss.{name}": each for name, each in shared_buffers(pair.loss).items()}
+            self.settle_buffers(group, own, is_strict)
             if is_strict:
                 refuse(group, unlike_caches(group, caches(model)))
 

@@ -77,6 +77,7 @@ class Pair:
     norms_told: bool = False  # whether it was said that figures depend on parts of batches
     hooks: GradientHooks = field(default_factory=GradientHooks)
     comparisons: Comparisons = field(default_factory=Comparisons)
+    loss: nn.Module | None = None  # a module that its steps have as loss
     looks_from_first: bool | None = None  # at a loss of the model's own: what all its layers tell
     reports_norm: bool = False  # whether the norm of each update's gradients is a figure
     skips_nonfinite: bool = False  # updates whose loss or gradients are not finite, on all tasks

@@ -386,6 +386,7 @@ class Step:
             pair = team.pairs.only
             if pair.skips_nonfinite and not pair.passes:
                 pair.keep_buffers()
+            pair.loss = loss if isinstance(loss, nn.Module) else None
             with self.parts.exchange.stepping(pair):
                 output = self._compute(pair, batch, loss)
                 if pair.passes < pair.accumulate:

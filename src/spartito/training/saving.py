@@ -310,6 +310,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "scheduler": scheduler_state(trainer.scheduler),
         "ahead": trainer.step - step + trainer.schedule.ahead,
         "loop": loop,
+        "loss": trainer.loss_buffers.changed(),
         "callbacks": callback_states(trainer._given),
     }
 

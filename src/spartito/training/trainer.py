@@ -58,6 +58,7 @@ from spartito.training.history import History
 from spartito.training.lightning_module import Position, is_lightning, parts_of
 from spartito.training.loops.choice import make_loop
 from spartito.training.loops.training_loop import TrainingLoop
+from spartito.training.loss_buffers import LossBuffers
 from spartito.training.metrics.names import MetricLike, make_metrics
 from spartito.training.nonfinite import Skips, checked, have_skipped
 from spartito.training.output_folders import held_outputs
@@ -196,6 +197,7 @@ class Trainer:
         report_norm(self.strategy, self.optimizer, metrics)
         if isinstance(self.loss, nn.Module):  # it may have weights of its own
             move(self.loss, self.strategy.engine.team.device, self.optimizer)
+        self.loss_buffers = LossBuffers(self.loss)
         self.scheduler = make_scheduler(scheduler, self.optimizer)
         self.schedule = Schedule(self.scheduler, scheduler_interval, scheduler_monitor)
         self.coordination.follow(self.schedule.by_step)
@@ -366,6 +368,7 @@ class Trainer:
             restore(self._given, restored["callbacks"])
         else:
             loop.begin_anew()
+        self.stop_training = over  # a callback had ended it
         over = over or self.is_at_end
         epochs_left = range(first, first if over else epochs)
         with held_outputs(self):
@@ -652,6 +655,7 @@ class Trainer:
         if saved is None:  # a model alone
             return
         self.step, self.epoch = saved["step"], saved["epoch"]
+        self.loss_buffers.take(saved.get("loss", {}))
         self.schedule.go_on(saved["scheduler"], saved.get("ahead", 0))
         self.coordination.follow(self.schedule.by_step, self.schedule.ahead)
         self._restored = saved if saved["loop"] else None

@@ -372,6 +372,7 @@ class RecoveringLoop(TrainingLoop):
         return {
             "at": [trainer.step, trainer.epoch],
             "scheduler": scheduler_state(trainer.scheduler),
+            "loss": trainer.loss_buffers.changed(),
             "callbacks": callback_states(trainer._given),
             "meaning": meaning(self.chain, self._steps, trainer.seed),
             "mark": [mark.data, list(mark.seen), mark.done, mark.examples],
@@ -410,6 +411,8 @@ class RecoveringLoop(TrainingLoop):
         trainer.skips.load_state_dict(skips)
         trainer.step, trainer.epoch = state["at"]
         load_scheduler(trainer.scheduler, state["scheduler"])
+        if is_new:  # who was there has its own, of the rows that it has seen
+            trainer.loss_buffers.take(state["loss"])
         self._is_late, self._saved_callbacks = state["begun"] >= self._epoch, state["callbacks"]
         restore(trainer._given, self._saved_callbacks)
         if is_new:  # who was behind has drawn for that step already
