@@ -47,7 +47,9 @@ def facts(name: str, options: dict[str, Any]) -> tuple[int, bool, str, list[floa
     reduced = [strategy.reduce(op, value).item() for op in ("sum", "mean", "max", "min")]
     numbers = [strategy.reduce(op, value.item()) for op in ("sum", "mean", "max", "min")]
     assert [number.item() for number in numbers] == reduced
-    rows = strategy.gather(torch.full((strategy.cluster.rank + 1, 2), strategy.cluster.rank))
+    own = torch.full((strategy.cluster.rank + 1, 2), float(strategy.cluster.rank))
+    rows = strategy.gather(own.requires_grad_())
+    assert not rows.requires_grad
     result = (strategy.num_replicas_in_sync, strategy.is_chief, str(strategy.task), reduced)
     assert rows.tolist() == [[r, r] for r in range(result[0]) for _ in range(r + 1)]
     strategy.close()

@@ -210,8 +210,8 @@ def check_by_parameter(optimizer: Optimizer, holder: str) -> None:
     ):
         raise UserError(
             f"{kind.__name__} may look at all parameters at once, of which each {holder} has some",
-            "Choose one of torch's optimizers. One of your own that updates each parameter by "
-            "itself says so: class Mine: by_parameter = True.",
+            "Choose one of torch's optimizers. If this one updates each parameter by itself, say "
+            f"so: {kind.__name__}.by_parameter = True.",
         )
 
 

@@ -655,7 +655,8 @@ class Step:
     def gather(self, rows: Tensor) -> Tensor:
         """As `Strategy.gather`."""
         with self.coordination.during("gather"):
-            return torch.cat(self.groups.data.all_gather_rows(rows))
+            # Nowhere with a gradient: that of others' losses does not come here.
+            return torch.cat(self.groups.data.all_gather_rows(rows.detach()))
 
     def synchronize(self) -> None:
         """As `Strategy.synchronize`."""

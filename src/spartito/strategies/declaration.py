@@ -510,7 +510,7 @@ class Strategy:
                 number, which is taken in fp64.
 
         Returns:
-            The same tensor on all tasks; for "mean" a scalar.
+            The same tensor on all tasks, without a gradient; for "mean" a scalar.
 
         Raises:
             UserError: For another ``op``.
@@ -524,7 +524,7 @@ class Strategy:
             rows: ``(n, ...)``; n may differ.
 
         Returns:
-            ``(sum of n, ...)`` in the order of the data shards, on all tasks.
+            ``(sum of n, ...)`` in the order of the data shards, on all tasks, without a gradient.
         """
         return self.engine.gather(rows)
 
