@@ -20,6 +20,10 @@ Weak = Callable[[], Callable[[], T] | None]
 """A weak reference to a method."""
 
 
+def _nobody() -> None:
+    """No method: the weak reference of those who want no call."""
+
+
 @dataclass
 class StepContext:
     """What one forward pass belongs to: who takes part, and which rows of the batch are here.
@@ -36,7 +40,7 @@ class StepContext:
     offsets: Tensor
     calls: int = 0
     drawn: dict[int, Any] = field(default_factory=dict)
-    keep_apart: Weak[object] = lambda: None
+    keep_apart: Weak[object] = _nobody
 
 
 _current: StepContext | None = None
@@ -105,7 +109,7 @@ class _Own:
     """Has a model's forward passes belong to the last batch of its own strategy."""
 
     def __init__(self) -> None:
-        self.find: Weak[StepContext | None] = lambda: None
+        self.find: Weak[StepContext | None] = _nobody
         self._before: list[StepContext | None] = []
 
     def begin(self, *_: object) -> None:
