@@ -26,7 +26,7 @@ def spartito(folder: Path) -> Iterator[Variants]:
     import spartito as sp
 
     def images(cache: str | None) -> Iterable[Any]:
-        return sp.data.image_folder(folder, (SIDE, SIDE), None, None, cache=cache).batch(BATCH)
+        return sp.data.image_folder(folder, (SIDE, SIDE), cache=cache).batch(BATCH)
 
     with tempfile.TemporaryDirectory() as kept:
         yield {

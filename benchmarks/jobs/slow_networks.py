@@ -33,7 +33,7 @@ def main() -> None:
     train, validation = (
         sp.data.digits(part)
         if given.model == "digits"
-        else sp.data.image_folder(given.data, SIZE, subset=part, cache=given.cache)
+        else sp.data.image_folder(given.data, SIZE, 0.2, part, cache=given.cache)
         for part in ("training", "validation")
     )
     with strategy.scope():

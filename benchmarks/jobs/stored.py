@@ -26,7 +26,7 @@ def train(url: str, count: int) -> dict[str, Any]:
 
     torch.manual_seed(0)
     net = sp.models.CatsVsDogs()
-    photos = sp.data.image_folder(url, validation_split=None, subset=None).shuffle().batch(BATCH)
+    photos = sp.data.image_folder(url).shuffle().batch(BATCH)
     trainer = sp.Trainer(
         net, optimizer=torch.optim.Adam(net.parameters()), loss=nn.BCEWithLogitsLoss(), seed=0
     )

@@ -47,7 +47,7 @@ def main() -> None:
         strategy=strategy,
         on_nonfinite="skip",
     )
-    data = sp.data.image_folder(options.folder, (SIZE, SIZE), None, None)
+    data = sp.data.image_folder(options.folder, (SIZE, SIZE))
     trainer.fit(
         data.shuffle().batch(4),
         epochs=EPOCHS,

@@ -59,7 +59,7 @@ def main() -> None:
     options.add_argument("--precision", required=True)
     given = options.parse_args()
     strategy = sp.MirroredStrategy()
-    train = sp.data.image_folder(given.folder, validation_split=None, subset=None)
+    train = sp.data.image_folder(given.folder)
     torch.manual_seed(0)
     model = sp.models.CatsVsDogs()
     trainer = sp.Trainer(

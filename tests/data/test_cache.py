@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def chain(folder: Path, where: Any = None, **options: Any) -> Dataset:
-    made = image_folder(folder, SIZE, None, None, cache=where, **options)
+    made = image_folder(folder, SIZE, cache=where, **options)
     return made.shuffle(3).batch(5)
 
 
@@ -70,7 +70,7 @@ def one_by_one(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_batches_are_those_of_single_examples(folder: Path, color: str, dtype: torch.dtype) -> None:
     options: dict[str, Any] = {"color": color, "dtype": dtype}
-    single = image_folder(folder, SIZE, None, None, **options).map(one_by_one)
+    single = image_folder(folder, SIZE, **options).map(one_by_one)
     assert_same(epochs(chain(folder, **options)), epochs(single.shuffle(3).batch(5)))
 
 

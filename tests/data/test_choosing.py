@@ -148,8 +148,8 @@ def test_a_folder_of_images_is_the_same_here_and_elsewhere(
         local = False
 
     monkeypatch.setattr(labelled, "open_files", lambda url: Elsewhere(str(tmp_path / "photos")))
-    here = sp.data.image_folder(tmp_path / "photos", (4, 4), None, None).shuffle(3).batch(2)
-    there = sp.data.image_folder("s3://bucket/photos", (4, 4), None, None).shuffle(3).batch(2)
+    here = sp.data.image_folder(tmp_path / "photos", (4, 4)).shuffle(3).batch(2)
+    there = sp.data.image_folder("s3://bucket/photos", (4, 4)).shuffle(3).batch(2)
     assert there.classes == here.classes == ("a", "b")
     for _ in range(2):  # the second time nothing is fetched
         for one, other in zip(Loader(here), Loader(there), strict=True):

@@ -27,8 +27,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_of_images_trains_and_validates(folder: Path) -> None:
-    train = image_folder(folder, (8, 6), seed=1)
-    held_out = image_folder(folder, (8, 6), subset="validation", seed=1)
+    train = image_folder(folder, (8, 6), 0.2, "training", seed=1)
+    held_out = image_folder(folder, (8, 6), 0.2, "validation", seed=1)
     assert train.classes == ("cat", "dog")
     assert (len(train), len(held_out)) == (8, 2)
     assert train.ahead > 0
@@ -46,7 +46,7 @@ def test_a_folder_of_images_trains_and_validates(folder: Path) -> None:
 
 
 def test_replicas_share_a_folder(folder: Path) -> None:
-    chain = image_folder(folder, (4, 4), validation_split=None, subset=None).shuffle().batch(4)
+    chain = image_folder(folder, (4, 4)).shuffle().batch(4)
     alone = [batch.x for batch in Loader(chain)]
     parts = [[batch.x for batch in Loader(chain, (rank, 3))] for rank in range(3)]
     for whole, shards in zip(alone, zip(*parts, strict=True), strict=True):
@@ -55,7 +55,7 @@ def test_replicas_share_a_folder(folder: Path) -> None:
 
 def test_a_broken_image_is_left_out(folder: Path) -> None:
     (folder / "cat" / "2.png").write_bytes(b"no image")
-    chain = image_folder(folder, (4, 4), validation_split=None, subset=None).batch(5)
+    chain = image_folder(folder, (4, 4)).batch(5)
     assert [len(y) for _, y in chain] == [4, 5]
     with pytest.raises(UserError, match=r"cat/2\.png"):
         list(chain.skip_corrupt(0))

@@ -87,7 +87,7 @@ def test_a_packed_folder_of_images_has_what_the_folder_has(
     assert "3 left out" in (said := capsys.readouterr().out)
     assert "left out: dog/1.png (not_an_image: " in said
     data = sp.data.packed(out, image_size=(12, 16))
-    folder = sp.data.image_folder(images, (12, 16), None, None)
+    folder = sp.data.image_folder(images, (12, 16))
     assert data.classes == folder.classes == ("cat", "dog")
     assert examples(data) == examples(folder)
     keys = sp.data.packed(out, ("key", "label"))

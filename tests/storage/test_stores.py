@@ -228,7 +228,7 @@ torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 2)).double()
 optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
 where, backups, out, last = sys.argv[1:]
-photos = sp.data.image_folder(where, (8, 8), None, None, dtype=torch.float64)
+photos = sp.data.image_folder(where, (8, 8), dtype=torch.float64)
 photos = photos.map(sp.data.RandomFlip()).map(sp.data.Rescale(1 / 255)).shuffle().batch(7)
 
 class Cut(sp.Callback):

@@ -15,13 +15,13 @@ BATCH = 16  # global: 8 photos for each of two workers
 
 folder = sys.argv[1] if len(sys.argv) > 1 else "PetImages"
 train = (
-    sp.data.image_folder(folder, subset="training")
+    sp.data.image_folder(folder, validation_split=0.2, subset="training")
     .shuffle()
     .map(sp.data.RandomFlip("horizontal"))
     .map(sp.data.RandomRotation(0.1))
     .batch(BATCH)
 )
-validation = sp.data.image_folder(folder, subset="validation").batch(32)
+validation = sp.data.image_folder(folder, validation_split=0.2, subset="validation").batch(32)
 
 strategy = sp.strategy()
 with strategy.scope():

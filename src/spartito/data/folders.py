@@ -20,8 +20,8 @@ from spartito.urls import is_remote
 def image_folder(
     directory: str | Path,
     image_size: tuple[int, int] = (180, 180),
-    validation_split: float | None = 0.2,
-    subset: Subset | None = "training",
+    validation_split: float | None = None,
+    subset: Subset | None = None,
     seed: int = 1337,
     *,
     cache: str | os.PathLike[str] | None = None,
@@ -38,8 +38,8 @@ def image_folder(
         directory: The folder that has the folders of the classes, or its URL in a store, as
             ``s3://bucket/photos``: what is fetched is kept in this machine's cache.
         image_size: Height and width, to which all images are scaled.
-        validation_split: The fraction of the images that is kept for validation; None keeps none.
-        subset: "training" or "validation"; None takes all images, without a split.
+        validation_split: The fraction of the images that is kept for validation; with ``subset``.
+        subset: "training" or "validation", in an order of its own; None takes all images.
         seed: What the split is drawn from.
         cache: Keep decoded images (a byte per value) for later epochs: "memory", in each replica,
             or a directory, which all replicas and later runs share. None decodes anew in each

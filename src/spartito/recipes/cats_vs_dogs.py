@@ -70,7 +70,7 @@ def main() -> None:
 def photos_of(where: str, subset: Subset) -> sp.data.Dataset:
     """The photos of a subset: from their files, or packed."""
     if images_at(where) is not None:
-        return sp.data.image_folder(where, subset=subset)
+        return sp.data.image_folder(where, validation_split=0.2, subset=subset)
     return sp.data.packed(
         where, image_size=(180, 180), validation_split=0.2, subset=subset, key="key"
     )

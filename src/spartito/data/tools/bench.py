@@ -130,7 +130,7 @@ class MeasuredImages:
 
     def __init__(self, path: str, image_size: Size) -> None:
         self.url, self._size = path, image_size
-        self._data = image_folder(path, image_size, None, None)
+        self._data = image_folder(path, image_size)
         source = self._data.source
         assert isinstance(source, ImageFolder)
         order = permutation(len(source), 0, 0).tolist()
