@@ -17,6 +17,10 @@ Weak = Callable[[], Callable[[], T] | None]
 """A weak reference to a method."""
 
 
+def gone() -> None:
+    """A weak reference to nothing."""
+
+
 @dataclass
 class StepContext:
     """What one forward pass belongs to: who takes part, and which rows of the batch are here.
@@ -33,7 +37,7 @@ class StepContext:
     offsets: Tensor
     calls: int = 0
     drawn: dict[int, Any] = field(default_factory=dict)
-    keep_apart: Weak[object] = lambda: None
+    keep_apart: Weak[object] = gone
 
 
 _current: StepContext | None = None
@@ -102,7 +106,7 @@ class _Own:
     """Has a model's forward passes belong to the last batch of its own strategy."""
 
     def __init__(self) -> None:
-        self.find: Weak[StepContext | None] = lambda: None
+        self.find: Weak[StepContext | None] = gone
         self._before: list[StepContext | None] = []
 
     def begin(self, *_: object) -> None:
