@@ -20,8 +20,8 @@ Weak = Callable[[], Callable[[], T] | None]
 """A weak reference to a method."""
 
 
-def _nobody() -> None:
-    """No method: the weak reference of those who want no call."""
+def gone() -> None:
+    """A weak reference to nothing."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class StepContext:
     offsets: Tensor
     calls: int = 0
     drawn: dict[int, Any] = field(default_factory=dict)
-    keep_apart: Weak[object] = _nobody
+    keep_apart: Weak[object] = gone
 
 
 _current: StepContext | None = None
@@ -109,7 +109,7 @@ class _Own:
     """Has a model's forward passes belong to the last batch of its own strategy."""
 
     def __init__(self) -> None:
-        self.find: Weak[StepContext | None] = _nobody
+        self.find: Weak[StepContext | None] = gone
         self._before: list[StepContext | None] = []
 
     def begin(self, *_: object) -> None:
