@@ -116,6 +116,7 @@ class Odd(nn.Module):
         self.wide = nn.Linear(8, 16)
         self.act = nn.PReLU(16)
         self.norm = nn.RMSNorm(16)
+        self.each = nn.InstanceNorm1d(16, affine=True, track_running_stats=True)
         self.narrow = nn.utils.parametrizations.weight_norm(nn.Linear(16, 8))
         self.scales = nn.ParameterList([torch.ones(8), torch.ones(16)])
         self.memory = nn.LSTM(8, 8, batch_first=True)
@@ -125,6 +126,7 @@ class Odd(nn.Module):
 
     def inner(self, x: Tensor) -> Tensor:
         spread = self.act(self.wide(x).transpose(1, 2).contiguous()).transpose(1, 2)
+        spread = self.each(spread.transpose(1, 2)).transpose(1, 2)
         out: Tensor = self.norm(spread) * self.scales[1]
         return out
 
@@ -157,7 +159,7 @@ def odd(mesh: bool) -> tuple[list[float], Tensor]:
         with torch.no_grad():
             found: Tensor = net.eval()(tokens)
         return losses, found
-    with sp.MeshStrategy(model=2) as strategy:
+    with sp.MeshStrategy(model=2, sync_batchnorm=True) as strategy:
         trainer = sp.Trainer(net, optimizer=update, loss=loss, strategy=strategy)
         for _ in range(4):
             for batch in strategy.distribute(sp.data.arrays(tokens, tokens).batch(8)):

@@ -260,10 +260,14 @@ def _forward_normalized(plain: Any, self: Any, input: Tensor) -> Any:
     how = replicated(len(input.shape)).replace(1, channels)
     if isinstance(input, Sharded) or channels is not None:
         input = local_of(input, how, here.axes)
-    before = _inside, _shows
+    before, features = (_inside, _shows), self.__dict__.get("num_features")
     _inside = _shows = 0  # it sees its own tensors as they are
+    if features is not None and channels is not None:
+        self.num_features = input.shape[1]  # InstanceNorm looks whether they are so many
     try:
         output = plain(self, input)
     finally:
         _inside, _shows = before
+        if features is not None:
+            self.num_features = features
     return wrap(output, how, here.axes)
