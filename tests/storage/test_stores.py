@@ -106,7 +106,11 @@ def test_what_is_there_is_what_was_written(store: StoreServer, tmp_path: Path) -
         assert sorted(found) == list(range(40))
     pairs = zip(
         *(
-            Loader(sp.data.image_folder(f"{where}/photos", (8, 8), 0.25).shuffle(5).batch(4))
+            Loader(
+                sp.data.image_folder(f"{where}/photos", (8, 8), 0.25, "training")
+                .shuffle(5)
+                .batch(4)
+            )
             for where in (here, f"{store.url}/data")
         ),
         strict=True,

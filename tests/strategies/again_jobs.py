@@ -255,23 +255,6 @@ def draws_something_else(name: str, options: dict[str, Any]) -> list[float]:
     return found
 
 
-@warns(*SAID)
-def draws_now_this_now_that(name: str, options: dict[str, Any]) -> list[float]:
-    """Losses of a model that drops of its weight and of as many rows by turns."""
-    strategy, net, found = make_strategy(name, **options), Noisy(), list[float]()
-    with strategy:
-        model, optimizer = strategy.prepare(
-            net, torch.optim.SGD(net.parameters(), 0.05), deterministic=True
-        )
-        for batch in strategy.distribute(sp.data.arrays(*data(4 * BATCH)).batch(BATCH)):
-            losses = F.mse_loss(model(batch.x), batch.y, reduction="none")
-            strategy.backward(losses, batch)
-            strategy.update(optimizer)
-            found.append(float(strategy.reduce("mean", losses)))
-            net.of_weight = not net.of_weight
-    return found
-
-
 def in_pipelines(stages: int) -> str | float:
     """The loss of a model in a pipeline that another strategy has trained, or why there is none."""
     net = normalized()

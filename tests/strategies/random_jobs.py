@@ -112,10 +112,24 @@ class Counting(nn.Module):
         return F.dropout(x, 0.2) * scale
 
 
+class Following(nn.Module):
+    """Has weights that follow others in the forward pass, as a target network does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.target = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.target.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            self.target.weight.mul_(0.9).add_(self.own.weight, alpha=0.1)
+        return self.own(x) + F.dropout(self.target(x), 0.2)
+
+
 def packed(m: Any, x: Tensor) -> Tensor:
     lengths = torch.full((len(x),), STEPS)
     found, _ = m(pack_padded_sequence(x, lengths, batch_first=True))
-    return found.data.sum() + x  # type: ignore[no-any-return]
+    return 0 * found.data.sum() + x  # type: ignore[no-any-return]
 
 
 KINDS: dict[str, Callable[[], Kind]] = {
@@ -141,6 +155,7 @@ KINDS: dict[str, Callable[[], Kind]] = {
     "blocks again, reentrant": lambda: blocks(True),
     "noise": lambda: (nn.Identity(), noise),
     "counting": lambda: (Counting(), lambda m, x: m(x)),
+    "following": lambda: (Following(), lambda m, x: m(x)),
     "packed": lambda: lstm(nn.LSTM(WIDTH, WIDTH, 2, dropout=0.4, batch_first=True)),
     "order": lambda: (nn.Identity(), lambda m, x: x[torch.randperm(len(x))]),
     "own generator": lambda: (
@@ -156,6 +171,7 @@ KINDS["some rows only"] = lambda: (
     nn.Identity(),
     lambda m, x: F.dropout(x, 0.5) if x[0, 0, 0] > x[1, 0, 0] else x,
 )
+KINDS["together"] = lambda: (nn.Identity(), lambda m, x: x + x.mean(0))
 KINDS["loss"] = lambda: (nn.Identity(), lambda m, x: m(x))  # see `noisy`
 KINDS["packed"] = lambda: (nn.LSTM(WIDTH, WIDTH, 2, dropout=0.4, batch_first=True), packed)
 REFUSED = {
@@ -164,6 +180,7 @@ REFUSED = {
     "order": "an order of the examples",
     "own generator": "a generator of your own",
     "multinomial": "torch's multinomial .* not among the operations",
+    "together": "the examples of a batch see each other in Model's forward pass",
     "loss": "torch's randn_like .* in the loss: draw in the model's forward pass",
 }
 

@@ -82,14 +82,6 @@ def test_a_line_may_draw_something_else_later(replicas: Replicas, case: Case) ->
         assert found == pytest.approx(wanted, abs=1e-12)
 
 
-@pytest.mark.parametrize("case", FEW, ids=str)
-def test_a_line_may_draw_something_else_in_each_batch(replicas: Replicas, case: Case) -> None:
-    name, size, options = case
-    (wanted,) = replicas(jobs.draws_now_this_now_that, 1, "one_device", {})
-    for found in replicas(jobs.draws_now_this_now_that, size, name, options):
-        assert found == pytest.approx(wanted, abs=1e-12)
-
-
 def test_a_norm_in_pipelines_is_exact_or_refused(replicas: Replicas) -> None:
     for found in replicas(jobs.in_pipelines, 2, 2):
         assert found == pytest.approx(jobs.loss_of_parts(1), abs=1e-12)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from spartito.engine.keyed_draws import (
     Drawing,
@@ -38,8 +38,9 @@ from spartito.engine.keyed_draws import (
     refusal,
 )
 from spartito.engine.logged import listening
+from spartito.engine.row_independence import check_rows
 from spartito.engine.step_context import UNKNOWN, StepContext, current, within
-from spartito.engine.trial_passes import untouched
+from spartito.engine.trial_passes import rows_of, untouched
 from spartito.errors import UserError
 
 aten = torch.ops.aten
@@ -109,9 +110,31 @@ class GlobalRandomness:
         """Whether there was a forward pass since then."""
         self.look: Callable[..., Draws] | None = None
         """Tells what a forward pass draws, where calling the model does not."""
-        self._idle = False
+        self._idle = self._looked_at_rows = False
+        self._row_hook: RemovableHandle | None = None
         self._known: dict[tuple[Any, ...], Rows] = {}
-        self._of_weights: set[Shape] = set()
+
+    def watch_rows(self, model: nn.Module) -> None:
+        """Have a model refused whose rows see each other: once, before its next forward pass.
+
+        All replicas look at the same pass, as they may meet in it: one of which each has rows.
+
+        Args:
+            model: With all hooks of others: they come after this.
+        """
+        if self._row_hook is None and not self._looked_at_rows:
+            hook = model.register_forward_pre_hook(self._look, prepend=True, with_kwargs=True)
+            self._row_hook = hook
+
+    def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        context = current()
+        if context is None or _active is not None or _replays or not module.training:
+            return
+        replicas = context.collective.world_size
+        if self._row_hook is not None and replicas > 1 and context.global_size >= 2 * replicas:
+            self._row_hook.remove()
+            self._row_hook, self._looked_at_rows = None, True
+            check_rows(module, args, kwargs, len(context.offsets))
 
     @_unseen
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -190,20 +213,19 @@ class GlobalRandomness:
             )
 
     def measure_again(self) -> None:
-        """Forget how random tensors hold the examples: the model may have changed."""
+        """Forget what was measured: the model may have changed."""
+        self._looked_at_rows = False
         self._known.clear()
-        self._of_weights.clear()
 
     def rows(self, func: Any, shape: Shape, now: _Pass) -> Rows:
         """How a random tensor that ``func`` is about to draw holds the examples.
 
         A shape alone does not tell: of a weight of (4, 4), or of four rows of four features. So
-        what was measured holds for the lines of the model that drew then. Where there is such a
-        weight, one line may draw for that now, and for rows later: it is measured each time.
+        what was measured holds for the lines of the model that drew then.
         """
         size, key = len(now.context.offsets), (now.made, func, *_lines(now))
         found = self._known.get(key)
-        if found is None or not found.fits(shape, size) or self._may_be_of_weight(shape, now):
+        if found is None or not found.fits(shape, size):
             if now.plan is None:
                 now.plan = _measure(now, self.look or partial(_look, now.module))
             made, found = now.plan[now.made] if now.made < len(now.plan) else (None, None)
@@ -213,11 +235,6 @@ class GlobalRandomness:
         if found.each > 1 and now.packed:
             raise refusal(func, "packed sequences: their rows are ordered by time")
         return found
-
-    def _may_be_of_weight(self, shape: Shape, now: _Pass) -> bool:
-        if not self._of_weights:
-            self._of_weights = {tuple(weight.shape) for weight in now.module.parameters()}
-        return shape in self._of_weights
 
 
 def globalize(model: nn.Module) -> GlobalRandomness:
@@ -320,15 +337,21 @@ def _measure(now: _Pass, look: Callable[..., Draws]) -> list[tuple[Any, Rows | N
 
     def passes() -> None:
         for count in PROBES:
-            args, kwargs = _shrunk((now.args, now.kwargs), size, count)
-            torch.default_generator.manual_seed(now.seed)
-            with torch.no_grad(), warnings.catch_warnings():
+            given = rows_of((now.args, now.kwargs), size, count)
+            if given is None:
+                raise UserError(
+                    f"a model that draws at random, and no input of {size} rows, deterministic",
+                    "Give the model the rows of the batch, the examples in the first dim.",
+                )
+            args, kwargs = given
+            with untouched(now.module), torch.no_grad(), warnings.catch_warnings():
+                torch.default_generator.manual_seed(now.seed)
                 # Of reentrant checkpointing, which takes it for a training without gradients.
                 warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
                 made.append(look(*args, **kwargs))
 
     # Here we are below autograd, inside of an operation.
-    with within(None), untouched(now.module), ThreadPoolExecutor(1) as aside:
+    with within(None), ThreadPoolExecutor(1) as aside:
         aside.submit(passes).result()
     return [
         (func, _compared(small, large) if func is other else None)
@@ -341,23 +364,6 @@ def _look(module: nn.Module, *args: Any, **kwargs: Any) -> Draws:
         module(*args, **kwargs)
     made: Draws = recording.made
     return made
-
-
-def _shrunk(inputs: Any, size: int, count: int) -> Any:
-    """``inputs`` with ``count`` rows in the tensors that have ``size``."""
-
-    def cut(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.dim() and value.shape[0] == size:
-            return value.detach()[torch.arange(count, device=value.device) % size]
-        return value
-
-    leaves = tree_leaves(inputs)
-    if all(cut(value) is value for value in leaves):
-        raise UserError(
-            f"a model that draws at random, and no input of {size} rows, deterministic",
-            "Give the model the rows of the batch, the examples in the first dim.",
-        )
-    return tree_map(cut, inputs)
 
 
 def _compared(small: Shape, large: Shape) -> Rows | None:

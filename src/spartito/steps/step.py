@@ -346,6 +346,8 @@ class Step:
         for pair in in_use:
             pair.gradients.before_forward(pair.passes + 1 >= pair.accumulate, batch.epoch)
             looks_beyond = looks_beyond or pair.looks_beyond
+            if pair.randomness is not None:
+                pair.randomness.watch_rows(unwrap(pair.model))
         if looks_beyond:
             seed = self._seed if pairs.used is None else pairs.used.seed
             step = batch.epoch << 32 | batch.step

@@ -1,0 +1,150 @@
+"""Whether the examples of a batch see each other in a model's forward pass.
+
+Replicas have parts of a batch. A mean over the batch, a softmax over it or attention between its
+rows would be over a part there, and give other numbers than on one device.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import isfinite
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from spartito.engine.keyed_draws import Drawing, Fill, Shape, filled
+from spartito.engine.logged import listening
+from spartito.engine.step_context import within
+from spartito.engine.trial_passes import rows_of, untouched
+from spartito.errors import UserError
+from spartito.notes import note
+
+FEW = 2
+"""Rows of the pass that is compared with one of all rows."""
+DRAWS = 31
+"""Of which the median is the number for all rows: of a dropout, whether most are kept."""
+OURS = ("spartito", "torch")
+
+
+def check_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> None:
+    """Refuse a model of which some rows give other outputs where others are beside them.
+
+    It is run with two rows, with all (three at least), and with two again, without statistics of
+    BatchNorm (which has those of all replicas) and with the same random numbers for all rows. What
+    it returns for other than the examples in the first dim is not compared. A model that cannot be
+    run so, or that does not give the same twice, is let be.
+
+    Args:
+        module: The model.
+        args: What it is called with, ...
+        kwargs: ... also by keyword.
+        size: The rows of that.
+
+    Raises:
+        UserError: Rows see each other.
+    """
+    found, all_ = [], max(size, FEW + 1)
+    for count in (FEW, all_, FEW):
+        given = rows_of((args, kwargs), size, count)
+        if given is None:
+            return
+        try:
+            found.append(_output(module, *given))
+        except Exception as error:  # as one that wants more rows; the training itself will tell
+            note("%s cannot be tried with %d rows: %r", type(module).__name__, count, error)
+            return
+    few, many, again = ([*map(_plain, tree_leaves(each))] for each in found)
+    if not len(few) == len(many) == len(again):
+        return
+    least = _rounding(module) ** 0.5
+    for one, other, same in zip(few, many, again, strict=True):
+        if one is None or other is None or same is None or not torch.equal(one, same):
+            continue
+        if len(one) != FEW or len(other) != all_ or one.shape[1:] != other.shape[1:]:
+            continue
+        gap, scale = float((one - other[:FEW]).abs().max()), float(other[:FEW].abs().max())
+        if isfinite(gap) and isfinite(scale) and gap > max(least, _eps(one.dtype) ** 0.5) * scale:
+            raise UserError(
+                f"the examples of a batch see each other in {type(module).__name__}'s forward "
+                f"pass, deterministic: beside another example, two give outputs that differ by "
+                f"{gap:.1g} of {scale:.1g}, and a replica has a part of the batch",
+                "Take what is of each example alone (LayerNorm, a mean over its own dims), or "
+                "BatchNorm, which has the rows of all replicas. Or train on one device, or leave "
+                "deterministic=True out.",
+            )
+
+
+def _output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with (
+        untouched(module), _without_hooks(module), torch.no_grad(), within(None), listening(None),
+        warnings.catch_warnings(), _WithoutStatistics(), _AlikeForAll(),
+    ):  # fmt: skip
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+        return module(*args, **kwargs)
+
+
+def _plain(leaf: Any) -> Tensor | None:
+    """A leaf of an output that can be compared: a tensor with rows, whole on this task."""
+    is_one = type(leaf) is Tensor and leaf.dim() > 0 and leaf.numel() > 0
+    return leaf if is_one and (leaf.is_floating_point() or leaf.is_complex()) else None
+
+
+def _rounding(module: nn.Module) -> float:
+    """The coarsest rounding of what the model computes with."""
+    dtypes = {each.dtype for each in module.parameters() if each.is_floating_point()}
+    for kind in {each.device.type for each in module.parameters()} - {"meta"}:
+        if torch.is_autocast_enabled(kind):
+            dtypes.add(torch.get_autocast_dtype(kind))
+    return max(map(_eps, dtypes), default=0.0)
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """A block in which hooks of the user's are not called: they may keep what they see."""
+    left_out: list[tuple[Any, int, Any]] = []
+    for each in module.modules():
+        for hooks in (each._forward_pre_hooks, each._forward_hooks):
+            for key, hook in [*hooks.items()]:
+                owner = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+                if owner.partition(".")[0] not in OURS:
+                    left_out.append((hooks, key, hook))
+    before = {id(hooks): (hooks, [*hooks.items()]) for hooks, _, _ in left_out}
+    for hooks, key, _ in left_out:
+        del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, items in before.values():  # in their order
+            hooks.clear()
+            hooks.update(items)
+
+
+class _WithoutStatistics(TorchFunctionMode):
+    """What normalizes over the batch does nothing."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.batch_norm, torch.batch_norm):
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
+
+
+class _AlikeForAll(Drawing):
+    """Random operations give the same number for all rows."""
+
+    def draw(self, func: Any, shape: Shape, dtype: torch.dtype, fill: Fill) -> Tensor:
+        """One number in a tensor of ``shape``."""
+        drawn = filled((DRAWS,), dtype, fill, torch.Generator().manual_seed(0))
+        return drawn.median().expand(shape)
