@@ -25,9 +25,10 @@ class Centred(nn.Module):
         self.register_buffer("center", torch.zeros(5), persistent=persistent)
 
     def forward(self, x: Tensor) -> Tensor:
+        output = x - self.center
         if self.training:
             self.center = 0.5 * self.center + 0.5 * x.detach().mean(0)
-        return x - self.center
+        return output
 
 
 class CentredLoss(nn.Module):

@@ -84,7 +84,7 @@ from spartito.notes import warn
 from spartito.outer.group_values import Replicas, Values
 from spartito.outer.joined_groups import JoinedGroups
 from spartito.steps.batches import Placed, Together
-from spartito.steps.computation import Evaluated, no_gradient
+from spartito.steps.computation import Evaluated, WholeModel, no_gradient
 from spartito.steps.coordination import Coordination
 from spartito.steps.distributed import Distributed, StepResult
 from spartito.steps.groups import Groups
@@ -346,7 +346,7 @@ class Step:
         for pair in in_use:
             pair.gradients.before_forward(pair.passes + 1 >= pair.accumulate, batch.epoch)
             looks_beyond = looks_beyond or pair.looks_beyond
-            if pair.randomness is not None:
+            if pair.randomness is not None and isinstance(self.computation, WholeModel):
                 pair.randomness.watch_rows(unwrap(pair.model))
         if looks_beyond:
             seed = self._seed if pairs.used is None else pairs.used.seed
