@@ -23,7 +23,6 @@ MACHINE = Machine(
     codes={"8bit": Code(0.252, 1e-9, 3e-10), "4bit": Code(0.127, 1e-9, 3e-10)},
     overheads={},
     overheads_between={},
-    overheads_in_crowds={},
 )
 PROFILE = Profile(
     target="train.py",
@@ -58,15 +57,11 @@ PROFILE = Profile(
 
 
 def cluster(
-    machines: int = 1,
-    workers: int = 2,
-    link: str | None = "1gbit",
-    memory: float = 8e9,
-    cores: int = 4,
+    machines: int = 1, workers: int = 2, link: str | None = "1gbit", memory: float = 8e9
 ) -> Cluster:
     """Machines of four cores."""
     line = Link.read(link) if link and machines > 1 else None
-    return Cluster((Kind("machine", machines, cores, memory),), workers, line)
+    return Cluster((Kind("machine", machines, 4, memory),), workers, line)
 
 
 def situation(batch: int = 512, **given: Any) -> Situation:

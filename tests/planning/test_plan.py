@@ -25,24 +25,10 @@ from spartito.names import ENV_CROWD, ENV_PROFILE
 from spartito.planning.check import check
 from spartito.planning.cluster import Cluster, Kind
 from spartito.planning.costs.parts import Situation
-from spartito.planning.measure import (
-    NOT_INHERITED,
-    _exchanging,
-    crowds_of,
-    memory_of,
-    profile_of,
-)
+from spartito.planning.measure import NOT_INHERITED, _exchanging, memory_of, profile_of
 from spartito.planning.probe import together
 from spartito.planning.profile import Overhead, Profile
-from spartito.planning.reference import (
-    BATCH,
-    BETWEEN,
-    STEPS,
-    TRIED,
-    Shape,
-    overheads,
-    tried_in_crowd,
-)
+from spartito.planning.reference import BATCH, BETWEEN, STEPS, TRIED, Shape, overheads
 from spartito.planning.search import predict
 from spartito.training import step_profile
 from spartito.training.neighbours import Neighbours
@@ -161,7 +147,7 @@ def test_what_cannot_be_ends_with_2_and_says_why(
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"version": 99}, "has version 99, and this reads 7"),
+        ({"version": 99}, "has version 99, and this reads 6"),
         ({"kind": "cake"}, "is no profile"),
         ({"samples": []}, "is damaged"),
         ({"extra": 1}, "is damaged: unknown extra"),
@@ -298,7 +284,6 @@ def test_a_training_is_profiled_and_planned(
     assert found.machine.overheads["mirrored"].epoch == pytest.approx(2.0)
     assert found.machine.overheads["sharded"].meeting == 0
     assert set(found.machine.overheads_between) == {"sharded"}
-    assert found.machine.overheads_in_crowds[3]["mirrored"].meeting == pytest.approx(2, abs=0.1)
     file = tmp_path / "p.json"
     file.write_text(found.text())
     assert Profile.read(file) == found
@@ -316,7 +301,6 @@ def exchanged(steps: dict[str, Any]) -> dict[str, Any]:
         "reference": steps,
         "between": {"sharded": [[40, 41.0], [120, 121.0]]},
         "trials": {"mirrored": [[40, 42.0], [120, 122.0]], "sharded": [[40, 0.0], [120, 0.0]]},
-        "crowds": {"3": {"mirrored": [[40, 82.0], [120, 242.0]]}},
     }  # fmt: skip
 
 
@@ -370,9 +354,8 @@ def test_a_plan_trains_in_no_folder_of_the_users_trainings() -> None:
 
 @pytest.mark.slow
 def test_processes_of_this_machine_find_out_what_strategies_take(tmp_path: Path) -> None:
-    with _exchanging(tmp_path, os.environ | {ENV_CROWD: "3"}) as exchange:
+    with _exchanging(tmp_path, os.environ) as exchange:
         found = exchange({"tensors": 6, "parameters": 40_000}, True)
-    assert set(found["crowds"]["3"]) == set(tried_in_crowd(Shape.like(6, 40_000), 3))
     assert (set(found["trials"]), set(found["between"])) == (set(TRIED), set(BETWEEN))
     for text, ((few, short), (many, long)) in [*found["trials"].items(), *found["between"].items()]:
         assert (few, many) == ((10, 30) if text == "pipeline" else STEPS)
@@ -416,45 +399,6 @@ def test_what_was_tried_counts_for_strategies_with_the_same_options() -> None:
     ):
         step = predict(parse(text), with_it).cost.step - predict(parse(text), bare).cost.step
         assert step == pytest.approx(more * 1.1)  # beside another task, as all that computes
-
-
-def test_what_crowds_of_tasks_took_counts_for_more_tasks_than_cores() -> None:
-    crowds = {
-        3: {"mirrored": Overhead(4.0, 100.0), "local_sgd(groups=3)": Overhead(40.0, 0.0)},
-        4: {"mirrored": Overhead(8.0, 100.0)},
-    }
-    own = {"mirrored": Overhead(1.0, 0.0), "local_sgd": Overhead(10.0, 0.0)}
-    machine = replace(PROFILE.machine, cores=2, overheads=own)
-    bare = replace(PROFILE, machine=replace(machine, overheads={}))
-    crowded = replace(PROFILE, machine=replace(machine, overheads_in_crowds=crowds))
-
-    def overhead(text: str, tasks: int) -> float:
-        here = cluster(cores=2, workers=tasks)
-        with_it, without = (Situation(each, here, 60) for each in (crowded, bare))
-        return predict(parse(text), with_it).cost.step - predict(parse(text), without).cost.step
-
-    assert overhead("mirrored", 2) == pytest.approx(1.1)
-    epoch = 100.0 / (Situation(PROFILE, cluster(), 60).steps_per_epoch or 1)
-    assert overhead("mirrored", 3) == pytest.approx(4.0 + epoch)
-    assert overhead("mirrored", 4) == pytest.approx(8.0 + epoch)
-    assert overhead("mirrored", 6) == pytest.approx((8.0 + epoch) * 6 / 4)
-    three, two = "local_sgd(every=1, groups=3)", "local_sgd(every=1, groups=2)"
-    assert overhead(three, 3) == pytest.approx(40.0)
-    assert overhead(two, 4) == pytest.approx(2 * 1.1 * 10.0)  # nobody tried it: in turns
-
-
-def test_crowds_try_what_can_have_so_many_workers() -> None:
-    shape = Shape(3, 32)
-    assert "local_sgd(groups=3)" in tried_in_crowd(shape, 3)
-    assert "local_sgd(groups=2)" in tried_in_crowd(shape, 4)
-    assert {"pipeline", "mesh"} & set(tried_in_crowd(shape, 3)) == {"pipeline"}
-    assert {"pipeline", "mesh"} & set(tried_in_crowd(shape, 4)) == {"mesh"}
-    assert tried_in_crowd(shape, 9) == []
-
-
-@pytest.mark.parametrize(("tasks", "crowds"), [(4, []), (5, [5]), (6, [5, 8]), (8, [8]), (80, [8])])
-def test_crowds_are_those_that_a_plan_asks_for(tasks: int, crowds: list[int]) -> None:
-    assert crowds_of(tasks, 4) == crowds
 
 
 def test_what_is_beyond_the_closed_form_is_an_overhead() -> None:

@@ -76,9 +76,9 @@ def take_profile(
     base = {n: v for n, v in os.environ.items() if n not in NOT_INHERITED} | RUNTIME
     with tempfile.TemporaryDirectory(prefix="spartito-plan-") as name:
         folder = Path(name)
-        base[ENV_CROWD] = ",".join(map(str, crowds))
         with _exchanging(folder, base) as exchange:
-            steps = _steps(program, data, batch_size, folder, base)
+            told = {ENV_CROWD: ",".join(map(str, crowds))}
+            steps = _steps(program, data, batch_size, folder, base | told)
             exchanges = exchange(steps["model"], lines)
     return profile_of(program, steps, exchanges)
 
@@ -91,13 +91,9 @@ def crowds_of(tasks: float, cores: int) -> list[int]:
         cores: Of the machine.
 
     Returns:
-        One task more than cores, or two on each core, or both where it is between them; none where
-        there is a core for each.
+        One task more than cores, and two on each core; none where there is a core for each.
     """
-    few, many = cores + 1, 2 * cores
-    if tasks <= cores:
-        return []
-    return [few] if tasks <= few else [many] if tasks >= many else [few, many]
+    return [] if tasks <= cores else sorted({cores + 1, 2 * cores})
 
 
 def profile_of(program: Program, steps: Mapping[str, Any], exchanges: Mapping[str, Any]) -> Profile:
@@ -116,15 +112,8 @@ def profile_of(program: Program, steps: Mapping[str, Any], exchanges: Mapping[st
     own = {**steps, **exchanges["reference"]}
     small = _profile(program, own, _machine(own, exchanges))
     inside = overheads(small, exchanges["trials"])
-    between = overheads(small, exchanges["between"], machines=reference.WORKERS)
-    crowds = {
-        int(tasks): overheads(small, tried, int(tasks))
-        for tasks, tried in exchanges["crowds"].items()
-    }
-    machine = replace(
-        machine, overheads=inside, overheads_between=between, overheads_in_crowds=crowds
-    )
-    return replace(found, machine=machine)
+    between = overheads(small, exchanges["between"], reference.WORKERS)
+    return replace(found, machine=replace(machine, overheads=inside, overheads_between=between))
 
 
 def _machine(steps: Mapping[str, Any], exchanges: Mapping[str, Any]) -> Machine:
@@ -142,7 +131,6 @@ def _machine(steps: Mapping[str, Any], exchanges: Mapping[str, Any]) -> Machine:
         codes={name: Code(**each) for name, each in exchanges["codes"].items()},
         overheads={},
         overheads_between={},
-        overheads_in_crowds={},
     )
 
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -53,8 +53,6 @@ def main() -> None:
     import torch
 
     import_module(LOADED)
-    from spartito.training.step_profile import crowds_wanted
-
     file, told = Path(sys.argv[1]), sys.stdin.readline()
     if not told:  # nobody wants to know any more
         return
@@ -64,32 +62,17 @@ def main() -> None:
     found = together(partial(_exchanges, min(max(LEAST, nbytes), MOST)), 2)
     note("profiles %s", shape)
     found["reference"] = together(partial(reference.profiled, shape), 1)
-    found["trials"] = _tried(shape, reference.TRIED)
-    found["between"] = _tried(shape, reference.BETWEEN if lines else (), by_sockets=True)
-    found["crowds"] = {
-        str(workers): _tried(shape, reference.tried_in_crowd(shape, workers), workers)
-        for workers in crowds_wanted()
-    }
+    between = reference.BETWEEN if lines else ()
+    for name, tried in (("trials", reference.TRIED), ("between", between)):
+        found[name] = {}
+        for number, text in enumerate(tried, 1):
+            note("%s: trains it under %s (%d of %d)", name, text, number, len(tried))
+            job = partial(reference.trained, text, shape, name == "between")
+            try:
+                found[name][text] = together(job, *reference.tasks_of(text))
+            except RuntimeError as error:
+                note("%s: %s; its own code is taken for nothing", text, error)
     file.write_text(json.dumps(found))
-
-
-def _tried(
-    shape: reference.Shape,
-    strategies: Sequence[str],
-    workers: int = reference.WORKERS,
-    by_sockets: bool = False,
-) -> dict[str, Any]:
-    """What each strategy takes to train a model of that shape."""
-    found = {}
-    for number, text in enumerate(strategies, 1):
-        where = f"{workers} workers{' by sockets' if by_sockets else ''}"
-        note("%s: train it under %s (%d of %d)", where, text, number, len(strategies))
-        job = partial(reference.trained, text, shape, by_sockets)
-        try:
-            found[text] = together(job, *reference.tasks_of(text, workers))
-        except RuntimeError as error:
-            note("%s: %s; its own code is taken for nothing", text, error)
-    return found
 
 
 def together(task: Callable[[], Any], workers: int, servers: int = 0) -> Any:

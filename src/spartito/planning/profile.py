@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from spartito.errors import UserError
 
-VERSION = 7
+VERSION = 6
 KIND = "spartito profile"
 PARTS = ("input", "forward", "backward", "update", "other")
 """What a step is made of, in its order."""
@@ -168,7 +168,6 @@ class Machine:
         codes: Of compressed exchanges, by their name.
         overheads: Of strategies on one machine, as a plain model was measured to need them.
         overheads_between: Of those whose tasks exchange by sockets; none, where nobody asked.
-        overheads_in_crowds: Of strategies on one machine, by the number of tasks, as `crowds`.
     """
 
     cores: int
@@ -183,7 +182,6 @@ class Machine:
     codes: Mapping[str, Code]
     overheads: Mapping[str, Overhead]
     overheads_between: Mapping[str, Overhead]
-    overheads_in_crowds: Mapping[int, Mapping[str, Overhead]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,9 +316,7 @@ class Profile:
         machine = dict(found["machine"])
         machine |= {name: Line(**machine[name]) for name in ("shared", "sockets")}
         for field in ("overheads", "overheads_between"):
-            machine[field] = _overheads(machine[field])
-        crowds = machine["overheads_in_crowds"].items()
-        machine["overheads_in_crowds"] = {int(tasks): _overheads(each) for tasks, each in crowds}
+            machine[field] = {name: Overhead(**each) for name, each in machine[field].items()}
         machine["crowds"] = {int(tasks): each for tasks, each in machine["crowds"].items()}
         machine["codes"] = {name: Code(**each) for name, each in machine["codes"].items()}
         made = cls(
@@ -355,10 +351,6 @@ class Profile:
             raise UserError(f"--profile is of {self.target}, and not of {target}", again)
         if self.source != source:
             raise UserError(f"--profile was made before {target} or its arguments changed", again)
-
-
-def _overheads(found: Mapping[str, Any]) -> dict[str, Overhead]:
-    return {name: Overhead(**each) for name, each in found.items()}
 
 
 def source_of(script: Path | None, arguments: Sequence[str]) -> str:

@@ -44,8 +44,6 @@ SMALL = 1 << 20
 """Bytes of a model whose steps are short."""
 EPOCHS = 3
 """Of each, of which the quickest counts."""
-CROWD = 8
-"""Workers that try strategies at most."""
 SECONDS = 1.0
 """Of the profile of its steps on one device."""
 NARROW, MOST_LAYERS, MOST_BYTES = 16, 64, 4 << 20
@@ -85,36 +83,15 @@ SOCKETS: Mapping[str, Any] = {"communication": "sockets"}
 SERVERS_BY_SOCKETS: Mapping[str, Any] = {"servers": {"shared_memory": False}}
 
 
-def tasks_of(text: str, workers: int = WORKERS) -> tuple[int, int]:
+def tasks_of(text: str) -> tuple[int, int]:
     """How many workers and servers try a strategy.
 
     Args:
-        text: The strategy.
-        workers: Of one that has several.
+        text: One of `TRIED`.
     """
     name = parse(text).name
-    workers = 1 if name == "one_device" else workers
+    workers = 1 if name == "one_device" else WORKERS
     return workers, SERVERS if name == "parameter_server" else 0
-
-
-def tried_in_crowd(shape: Shape, workers: int) -> list[str]:
-    """What so many workers of one machine try, more than it has cores.
-
-    Args:
-        shape: Of the model.
-        workers: How many.
-
-    Returns:
-        Strategies that can have them; none, where there are more than `CROWD`.
-    """
-    groups = next(count for count in range(2, workers + 1) if workers % count == 0)
-    cannot = {
-        "one_device": True,
-        "mesh": shape.width % workers > 0,
-        "pipeline": shape.layers < workers,
-    }
-    found = [text for text in TRIED if not cannot.get(text)] if workers <= CROWD else []
-    return [f"local_sgd(groups={groups})" if text == "local_sgd" else text for text in found]
 
 
 def trained(text: str, shape: Shape, by_sockets: bool = False) -> list[tuple[int, float]] | None:
@@ -164,17 +141,13 @@ def profiled(shape: Shape) -> dict[str, Any]:
 
 
 def overheads(
-    reference: Profile,
-    epochs: Mapping[str, Sequence[tuple[int, float]]],
-    workers: int = WORKERS,
-    machines: int = 1,
+    reference: Profile, epochs: Mapping[str, Sequence[tuple[int, float]]], machines: int = 1
 ) -> dict[str, Overhead]:
     """What each strategy takes beyond its closed form.
 
     Args:
         reference: The plain model's profile, with this machine's exchanges.
         epochs: Of it, with their steps and seconds, by what was tried.
-        workers: That tried it.
         machines: On which its tasks seemed to be.
 
     Returns:
@@ -183,7 +156,7 @@ def overheads(
     machine = reference.machine
     kind = Kind("this machine", machines, machine.cores, machine.memory)
     line = Link(MOST) if machines > 1 else None
-    here = Cluster((kind,), workers // machines, line, SERVERS, shared=machines > 1)
+    here = Cluster((kind,), WORKERS // machines, line, SERVERS, shared=machines > 1)
     reference = replace(reference, steps_per_epoch=None)  # what groups do at its end is not a step
     situation = Situation(reference, here, BATCH)
     found = {}

@@ -11,10 +11,9 @@ from spartito.errors import UserError
 from spartito.launch.lines.line import MOST, Link
 from spartito.names import nearest, size
 from spartito.planning.costs import local_sgd, mesh, pipeline, replicas, servers, sharded
-from spartito.planning.costs.compute import in_crowd
+from spartito.planning.costs.compute import turns
 from spartito.planning.costs.failures import Loss, lost
 from spartito.planning.costs.parts import OVERHEAD, Cost, Costs, LosesParts, Situation
-from spartito.planning.profile import Overhead
 from spartito.registry import names_anywhere, strategy_info
 
 ALL = "all"
@@ -226,28 +225,14 @@ def predict(strategy: Declared, situation: Situation, fail: float = 0.0) -> Choi
 def _with_overhead(cost: Cost, strategy: Declared, situation: Situation) -> Cost:
     """A step with what a small model took under its strategy beyond the closed form."""
     machine, is_alone = situation.profile.machine, situation.cluster.machines == 1
-    found = _of(strategy, machine.overheads if is_alone else machine.overheads_between)
-    if found is None:
+    known = machine.overheads if is_alone else machine.overheads_between
+    exact = [text for text in known if _holds(parse(text), strategy)]
+    if not exact:
         return cost
+    found = known[max(exact, key=len)]
     steps = situation.steps_per_epoch
-
-    def of_a_step(overhead: Overhead) -> float:
-        return overhead.meeting / cost.rhythm.every + (overhead.epoch / steps if steps else 0.0)
-
-    crowds = machine.overheads_in_crowds if is_alone else {}
-    among = {
-        tasks: of_a_step(overhead)
-        for tasks, tried in crowds.items()
-        if (overhead := _of(strategy, tried))
-    }
-    own = in_crowd(situation, of_a_step(found), among)
-    return replace(cost, seconds={**cost.seconds, OVERHEAD: own})
-
-
-def _of(strategy: Declared, tried: Mapping[str, Overhead]) -> Overhead | None:
-    """What was tried that is most like a strategy: equal but for options that it left out."""
-    exact = [text for text in tried if _holds(parse(text), strategy)]
-    return tried[max(exact, key=len)] if exact else None
+    own = found.meeting / cost.rhythm.every + (found.epoch / steps if steps else 0.0)
+    return replace(cost, seconds={**cost.seconds, OVERHEAD: own * turns(situation)})
 
 
 def _holds(tried: Declared, strategy: Declared) -> bool:

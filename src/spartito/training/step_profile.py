@@ -178,7 +178,7 @@ class Profiler:
             kept = self._activations(batch)
             pipeline, adding = self._pipeline(), self._adding()
             contention = self._contention(min(2, divisions))
-            crowds = {str(n): crowd for n in crowds_wanted() if (crowd := self._crowd(n))}
+            crowds = {str(n): crowd for n in _crowds() if (crowd := self._crowd(n))}
             mesh = {str(size): found for size in AXES if (found := self._along(size, batch))}
         learned = optimizer_parameters(trainer.optimizer)
         parameters, buffers = list(self._model.parameters()), list(self._model.buffers())
@@ -553,8 +553,8 @@ class Profiler:
         return time.perf_counter() - began
 
 
-def crowds_wanted() -> list[int]:
-    """Of how many tasks a step is measured, too, as ``SPARTITO_PROFILE_TASKS`` says."""
+def _crowds() -> list[int]:
+    """Of how many tasks a step is measured, too."""
     return [int(count) for count in os.environ.get(ENV_CROWD, "").split(",") if count]
 
 

@@ -50,22 +50,11 @@ def crowding(situation: Situation) -> float:
 
     With more tasks than cores that is as measured, if it was; else they take `turns`.
     """
-    return in_crowd(situation, 1.0, situation.profile.machine.crowds)
-
-
-def in_crowd(situation: Situation, seconds: float, crowds: Mapping[int, float]) -> float:
-    """What a task takes for something among all tasks of its machine.
-
-    Args:
-        situation: What is planned.
-        seconds: That it takes alone.
-        crowds: That it was measured to take among so many tasks, more than there are cores. Where
-            nothing was, or on other machines, tasks take `turns`.
-    """
     beside, cores = situation.cluster.beside, situation.cluster.cores
+    crowds = situation.profile.machine.crowds
     if beside <= cores or not crowds or cores != situation.profile.machine.cores:
-        return seconds * turns(situation)
-    points = sorted({cores: seconds * disturbed(situation), **crowds}.items())
+        return turns(situation)
+    points = sorted({cores: disturbed(situation), **crowds}.items())
     for (few, less), (many, more) in pairwise(points):
         if beside <= many:
             return less + (more - less) * (beside - few) / (many - few)
