@@ -25,7 +25,7 @@ class GradientHooks:
     """Looks once at each hook of a training's parameters that changes a gradient."""
 
     def __init__(self) -> None:
-        self._known: list[Any] = []
+        self._known: dict[int, Any] = {}  # by id; held, so that no other gets it
 
     @contextmanager
     def watching(
@@ -62,7 +62,7 @@ class GradientHooks:
         for parameter, hook, grad in seen:
             if not bool(grad.any()):
                 continue
-            self._known.append(hook)
+            self._known[id(hook)] = hook
             is_after = any(
                 hook is each for each in (parameter._post_accumulate_grad_hooks or {}).values()
             )
@@ -87,11 +87,18 @@ class GradientHooks:
             )
             for hooks in both:
                 for key, hook in [*hooks.items()] if hooks else ():
-                    module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
-                    if module.partition(".")[0] not in ("spartito", "torch") and not any(
-                        hook is each for each in self._known
-                    ):
+                    if id(hook) not in self._known and is_of_user(hook):
                         yield parameter, hooks, key, hook
+
+
+def is_of_user(hook: Any) -> bool:
+    """Whether a hook is neither ours nor torch's.
+
+    Args:
+        hook: A function, or what `functools.partial` made of one.
+    """
+    module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return module.partition(".")[0] not in ("spartito", "torch")
 
 
 def _before(seen: list[Any], parameter: nn.Parameter, hook: Any, grad: Tensor) -> Any:

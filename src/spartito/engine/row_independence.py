@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from spartito.engine.gradient_hooks import is_of_user
 from spartito.engine.keyed_draws import Drawing, Fill, Shape, filled
 from spartito.engine.logged import listening
 from spartito.engine.step_context import within
@@ -29,7 +30,6 @@ FEW = 2
 """Rows of the pass that is compared with one of all rows."""
 DRAWS = 31
 """Of which the median is the number for all rows: of a dropout, whether most are kept."""
-OURS = ("spartito", "torch")
 
 
 def check_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> None:
@@ -115,8 +115,7 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
     for each in module.modules():
         for hooks in (each._forward_pre_hooks, each._forward_hooks):
             for key, hook in [*hooks.items()]:
-                owner = getattr(getattr(hook, "func", hook), "__module__", None) or ""
-                if owner.partition(".")[0] not in OURS:
+                if is_of_user(hook):
                     left_out.append((hooks, key, hook))
     before = {id(hooks): (hooks, [*hooks.items()]) for hooks, _, _ in left_out}
     for hooks, key, _ in left_out:
