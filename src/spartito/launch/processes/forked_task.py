@@ -48,10 +48,12 @@ def main() -> None:
     """Be the server, and in a fork of it the task; the words are a descriptor and padding."""
     _show(COMMAND_LINE, sys.orig_argv[:-1])
     asked = socket.socket(fileno=int(sys.argv[1]))
+    gc.disable()  # of what is imported nothing is garbage, and looking for it takes a tenth of the time
     for name in PRELOADED:
         import_module(name)
     if _has_accelerator():
         return  # its driver does not survive a fork
+    gc.enable()
     gc.collect()
     gc.freeze()  # no task looks through all of torch for garbage, and so copies it
     asked.sendall(READY)
