@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import spartito as sp
 from spartito.collectives.collective import IdentityCollective
 from spartito.data.order import shard_rows
 from spartito.engine.randomness import globalize
@@ -165,3 +167,26 @@ def test_a_model_that_gets_other_rows_is_refused() -> None:
         pytest.raises(UserError, match="no input of 4 rows"),
     ):
         Drops()(torch.ones(8, 5, 2))
+
+
+@pytest.mark.parametrize("compiled", ["model", "layer", "in place", ""])
+def test_who_asks_for_it_hears_that_a_compiler_does_nothing(
+    compiled: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    net: Any = nn.Sequential(nn.Linear(3, 2))
+    if compiled == "in place":
+        net[0].compile(backend="eager")
+    elif compiled == "layer":
+        net[0] = torch.compile(net[0], backend="eager")
+    elif compiled:
+        net = torch.compile(net, backend="eager")
+    for deterministic in (False, True):
+        caplog.clear()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        trainer = sp.Trainer(
+            net, optimizer=optimizer, loss=nn.MSELoss(), deterministic=deterministic,
+            strategy=sp.OneDeviceStrategy(),
+        )  # fmt: skip
+        trainer.fit((torch.zeros(4, 3), torch.zeros(4, 2)), epochs=1, verbose=False)
+        told = "torch.compile does nothing" in caplog.text
+        assert told == (deterministic and bool(compiled))

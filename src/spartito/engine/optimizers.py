@@ -60,6 +60,14 @@ def unwrap(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether ``torch.compile`` has a model, or a module in it."""
+    return any(
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        for module in model.modules()
+    )
+
+
 def takes_batches(model: nn.Module) -> bool:
     """Whether a call of ``model``, or of what stands around it, gets a batch as its data came."""
     if isinstance(model, Wrapper | DistributedDataParallel | nn.DataParallel):

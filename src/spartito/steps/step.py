@@ -59,6 +59,7 @@ from spartito.engine.optimizers import (
     check_optimizer,
     check_undivided,
     fuse,
+    is_compiled,
     load_named_state,
     make_optimizer,
     named_state,
@@ -80,7 +81,7 @@ from spartito.engine.step_context import (
 from spartito.errors import SpartitoError, UserError
 from spartito.mesh.placing import hidden
 from spartito.names import nearest
-from spartito.notes import warn
+from spartito.notes import note, warn
 from spartito.outer.group_values import Replicas, Values
 from spartito.outer.joined_groups import JoinedGroups
 from spartito.steps.batches import Placed, Together
@@ -214,6 +215,11 @@ class Step:
             change = synchronize_batchnorm if synchronized else separate_batchnorm
             change(model)
             randomness = globalize(model) if settings.deterministic else None
+            if randomness is not None and is_compiled(model) and team.is_chief:
+                note(
+                    "torch.compile does nothing with deterministic=True: what the model draws is "
+                    "looked for among its operations, as they are called"
+                )
             self._seed = settings.seed
             tensors = tensors_of(model)
             team.meet()

@@ -48,7 +48,7 @@ def main() -> None:
     """Be the server, and in a fork of it the task; the words are a descriptor and padding."""
     _show(COMMAND_LINE, sys.orig_argv[:-1])
     asked = socket.socket(fileno=int(sys.argv[1]))
-    gc.disable()  # of what is imported nothing is garbage, and looking for it takes a tenth of the time
+    gc.disable()  # nothing that is imported is garbage; looking takes a tenth of the time
     for name in PRELOADED:
         import_module(name)
     if _has_accelerator():
