@@ -22,6 +22,30 @@ from tests.strategies.jobs import blobs, make_strategy
 from tests.strategies.sharded_models import KINDS, build, of_tokens, photos, tokens
 
 STEPS, BATCH = 10, 6
+
+
+class Signs(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023): the signs of what it has averaged; it says what it looks at."""
+
+    elementwise = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3, "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                average = state.setdefault("average", torch.zeros_like(p))
+                state["step"] = state.get("step", 0) + 1
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_((0.9 * average + 0.1 * p.grad).sign(), alpha=-group["lr"])
+                average.lerp_(p.grad, 0.01)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda ps: torch.optim.SGD(ps, 0.05, momentum=0.9),
     "Adam": lambda ps: torch.optim.Adam(ps, 1e-3),
@@ -29,6 +53,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "NAdam": lambda ps: torch.optim.NAdam(ps, 1e-2, decoupled_weight_decay=True, weight_decay=0.1),
     "RMSprop": lambda ps: torch.optim.RMSprop(ps, 1e-3, centered=True, momentum=0.5),
     "Adagrad": lambda ps: torch.optim.Adagrad(ps, 1e-2, initial_accumulator_value=0.1),
+    "Signs": Signs,
     "ASGD": lambda ps: torch.optim.ASGD(ps, 1e-2, t0=4),
     "amsgrad": lambda ps: torch.optim.Adam(ps, 1e-2, amsgrad=True),
     "maximize": lambda ps: torch.optim.SGD(ps, 1e-3, maximize=True, nesterov=True, momentum=0.5),

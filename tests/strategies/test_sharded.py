@@ -61,7 +61,7 @@ def test_losses_are_those_of_plain_torch(
 def test_optimizers_and_what_scripts_do_between_steps(
     replicas: Replicas, stage: tuple[int, dict[str, Any]]
 ) -> None:
-    names = ["NAdam", "RMSprop", "Adagrad", "ASGD", "amsgrad", "maximize", "groups"]
+    names = ["NAdam", "RMSprop", "Adagrad", "ASGD", "Signs", "amsgrad", "maximize", "groups"]
     cases: list[tuple[str, str, float | None]] = [("mlp", name, None) for name in names]
     count, options = stage
     for found in replicas(jobs.by_strategy, count, "sharded", options, cases, jobs.change):

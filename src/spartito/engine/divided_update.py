@@ -32,6 +32,23 @@ ELEMENTWISE = {
 """Optimizers of torch, by their exact types, that update each element by itself."""
 
 
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether an optimizer updates each element by itself, and so may have parts of parameters.
+
+    Another than torch's says so: ``elementwise = True`` in its class.
+    """
+    return type(optimizer) in ELEMENTWISE or getattr(type(optimizer), "elementwise", False) is True
+
+
+def say_elementwise(optimizer: Optimizer) -> str:
+    """What to do where it does not say so."""
+    name = type(optimizer).__name__
+    return (
+        "Choose AdamW, SGD or another that updates each element by itself. If this one does, "
+        f"whatever the shape of a parameter, say so: {name}.elementwise = True."
+    )
+
+
 class Span(NamedTuple):
     """The elements of a parameter, in the order of its memory, that a replica updates."""
 

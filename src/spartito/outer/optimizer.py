@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer
 
-from spartito.engine.divided_update import ELEMENTWISE
+from spartito.engine.divided_update import is_elementwise
 from spartito.engine.optimizers import move_state
 from spartito.errors import UserError
 from spartito.numeric import is_number
@@ -122,7 +122,7 @@ def make_outer(
             f"the outer optimizer has {len(known)} parameters, of {len(parameters)} that meet",
             "It takes all that it is given, and no others.",
         )
-    if is_divided and (type(made) not in ELEMENTWISE or len(made.param_groups) > 1):
+    if is_divided and (not is_elementwise(made) or len(made.param_groups) > 1):
         raise UserError(
             f"an outer {type(made).__name__} with {len(made.param_groups)} groups of parameters, "
             "over groups that keep shards: it is given parts of parameters, flat",

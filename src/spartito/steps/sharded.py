@@ -19,7 +19,7 @@ from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.engine import fused_update
 from spartito.engine.checksum import checksum
 from spartito.engine.compression import Compress
-from spartito.engine.divided_update import ELEMENTWISE
+from spartito.engine.divided_update import is_elementwise, say_elementwise
 from spartito.engine.gradients import LocalGradients
 from spartito.engine.meta_models import told
 from spartito.engine.optimizers import optimizer_parameters, unwrap
@@ -467,10 +467,10 @@ def check_optimizer(optimizer: Optimizer) -> None:
         UserError: It may look at whole parameters, or has hooks.
     """
     name = type(optimizer).__name__
-    if type(optimizer) not in ELEMENTWISE and optimizer_parameters(optimizer):
+    if not is_elementwise(optimizer) and optimizer_parameters(optimizer):
         raise UserError(
             f"{name} of shards: it may look at whole parameters, and a replica has parts",
-            "Choose AdamW, SGD or another that updates each element by itself, or mirrored.",
+            f"{say_elementwise(optimizer)} Or train with mirrored.",
         )
     if fused_update.has_hooks(optimizer):
         raise UserError(

@@ -20,7 +20,7 @@ from spartito.collectives.collective import Traffic
 from spartito.engine.averaged_models import watch_averages
 from spartito.engine.buffers import shared_buffers
 from spartito.engine.checksum import checksum, different, outliers
-from spartito.engine.divided_update import ELEMENTWISE
+from spartito.engine.divided_update import is_elementwise, say_elementwise
 from spartito.engine.meta_models import make_all, told
 from spartito.engine.optimizer_step import stepping
 from spartito.engine.optimizers import Wrapper, has_sparse_gradients, optimizer_parameters, unwrap
@@ -198,16 +198,16 @@ class TensorParallel:
         Raises:
             UserError: The optimizer may look at whole parameters.
         """
-        specs, kind = placing.specs_of(model), type(optimizer)
+        specs = placing.specs_of(model)
         for parameter in optimizer_parameters(optimizer):
             how = specs.get(id(parameter))
             if how is None:
                 continue
-            if kind not in ELEMENTWISE and not getattr(kind, "elementwise", False):
+            if not is_elementwise(optimizer):
                 raise UserError(
-                    f"{kind.__name__} may look at whole parameters, of which each task has a part",
-                    "Choose Adam, SGD or another of torch's elementwise ones. One of your own that "
-                    "updates each element by itself says so: class Mine: elementwise = True.",
+                    f"{type(optimizer).__name__} may look at whole parameters, of which each task "
+                    "has a part",
+                    say_elementwise(optimizer),
                 )
             shape = how.global_shape(parameter.shape, self.mesh.axes)
             for key, value in optimizer.state.get(parameter, {}).items():
