@@ -617,7 +617,8 @@ class ServedStep(Step):
         self.parts.exchange.optimize(pair)
 
     def _compute(self, pair: Pair, batch: Batch, loss: LossFunction | None) -> Any:
-        with _watching(self.team, pair):
+        pulled = self.coordination.computing.servers.pulled
+        with _watching(self.team, pair), pulled.computing() if pulled else nullcontext():
             return super()._compute(pair, batch, loss)
 
     def _join(self, pair: Pair) -> None:
