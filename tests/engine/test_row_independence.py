@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spartito.engine.batchnorm import synchronize_batchnorm
 from spartito.engine.row_independence import check_rows
 from spartito.errors import UserError
 
@@ -42,6 +43,7 @@ TOGETHER: dict[str, Body] = {
     "attention": lambda m, x: torch.softmax(x @ x.T, 1) @ x,
     "flip": lambda m, x: x + 0.1 * x.flip(0),
     "in a dict": lambda m, x: {"a": 1, "logits": x.cumsum(0) + x.sum(0)},
+    "norm": lambda m, x: F.batch_norm(x, None, None, training=True),
     "beside a draw": lambda m, x: F.dropout(x, 0.2) + x.mean(0),
 }
 
@@ -89,6 +91,27 @@ def test_other_models_are_let_be(model: Model) -> None:
     assert model.passes == passes
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+def test_norms_of_all_replicas_are_let_be_and_others_beside_them_are_not() -> None:
+    model = Model(lambda m, x: m.parts["b"](m.parts["a"](x)), **norms())
+    synchronize_batchnorm(model)
+    check(model)
+    model.body = lambda m, x: m.parts["a"](x) + F.batch_norm(x, None, None, training=True)
+    with pytest.raises(UserError, match="the examples of a batch see each other in Model's"):
+        check(model)
+
+
+def norms() -> dict[str, nn.Module]:
+    return {"a": nn.BatchNorm1d(WIDTH).double(), "b": OwnNorm(WIDTH).double()}
+
+
+class OwnNorm(nn.BatchNorm1d):
+    """With a forward pass of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        found = F.batch_norm(input, None, None, self.weight, self.bias, training=True)
+        return torch.relu(found)
 
 
 def test_a_model_that_is_not_the_same_twice_is_let_be() -> None:

@@ -54,12 +54,15 @@ def test_a_model_and_the_generators_are_as_before() -> None:
 def test_what_a_pass_writes_into_parameters_is_put_back() -> None:
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     model = nn.ModuleList([one, other])
+    there = other.bias.data_ptr()
     before = [(each.detach().clone(), each._version) for each in model.parameters()]
     with untouched(model), torch.no_grad():
         one.weight.mul_(0.9).data.add_(1.0)
         torch._foreach_add_([other.weight, other.bias], 1.0)
         torch.add(one.bias, 1.0, out=one.bias)
         one.bias[0] = 5.0
+        other.bias.data = torch.ones(2)
     for each, (value, version) in zip(model.parameters(), before, strict=True):
         assert torch.equal(each, value)
         assert each._version == version
+    assert other.bias.data_ptr() == there

@@ -627,3 +627,32 @@ def two_optimizers(part: bool) -> list[str]:
     trainers[0].fit((x, y), batch_size=len(x), verbose=0)  # goes on
     strategy.close()
     return said
+
+
+def averaged(crosses: bool, keeps: bool) -> str:
+    """What is said of a callback that averages one layer into another, "" where they are on one.
+
+    It ``keeps`` the parameters, or takes them from the model each time.
+    """
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 3, dtype=torch.float64) for _ in range(4)]
+    net = nn.Sequential(*layers)
+    chosen = layers[1], layers[3 if crosses else 0]
+    kept = [layer.weight for layer in chosen]
+
+    class Average(sp.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any) -> None:
+            target, source = kept if keeps else [layer.weight for layer in chosen]
+            target.data.mul_(0.9).add_(source.data, alpha=0.1)
+
+    x = torch.randn(8, 3, dtype=torch.float64)
+    strategy = sp.PipelineStrategy(split=["2"])
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    trainer = sp.Trainer(net, optimizer=optimizer, loss=nn.MSELoss(), strategy=strategy)
+    try:
+        trainer.fit((x, x), batch_size=4, callbacks=[Average()], verbose=0)
+    except SpartitoError as error:
+        return str(error)
+    finally:
+        strategy.close()
+    return ""

@@ -204,6 +204,18 @@ def test_a_model_of_which_each_task_has_a_part_is_not_called_by_itself(replicas:
         assert "Sequential was called by itself under pipeline" in said
 
 
+@pytest.mark.parametrize(("crosses", "keeps"), [(False, True), (True, True), (True, False)])
+def test_an_average_of_layers_of_two_tasks_is_refused(
+    replicas: Replicas, crosses: bool, keeps: bool
+) -> None:
+    """Torch would leave out what is not there, and say nothing."""
+    first, second = replicas(jobs.averaged, 2, crosses, keeps)
+    refusal = "add_ of parameters that are on two tasks of a pipeline" if crosses else ""
+    for said in (first, second):
+        assert said.startswith(refusal)
+        assert bool(said) == crosses
+
+
 def test_the_parts_of_a_step_are_refused(replicas: Replicas) -> None:
     for errors in replicas(jobs.owned, 2):
         assert errors == [

@@ -219,6 +219,7 @@ def engines(name: str, options: dict[str, Any], kinds: list[str]) -> list[bool]:
         with make_strategy(name, **options) as strategy:
             strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
         found.append(isinstance(net, FSDPModule))
+        assert not any(type(each).__name__.startswith("FSDP") for each in net.modules())
     return found
 
 

@@ -126,6 +126,28 @@ class InPlace(nn.Module):
         return out
 
 
+class Follows(nn.Module):
+    """Writes averages of a weight into parameters that do not learn, in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 1)
+        zeros = (torch.zeros(6, 6) for _ in range(3))
+        self.mean, self.by_data, self.put = (nn.Parameter(z, requires_grad=False) for z in zeros)
+        self.inner = nn.Linear(6, 6, bias=False).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.body.weight.detach()
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(weight, alpha=0.1)
+            self.inner.weight.lerp_(weight, 0.2)
+        self.by_data.data.lerp_(weight, 0.3)
+        self.put.data = torch.lerp(self.put.data, weight, 0.4)
+        found = self.body(x) + self.inner(x) + x @ (self.mean + self.by_data + self.put)
+        out: Tensor = self.head(torch.tanh(found)) * torch.tensor([1.0, 2.0, 3.0]).to(x)
+        return out
+
+
 class InTurns(nn.Module):
     """Calls a block twice, and another one in every other pass."""
 
@@ -183,6 +205,7 @@ KINDS: dict[str, Kind] = {
     "astray": (Astray, lambda: blobs(16), of_found),
     "frozen": (Frozen, lambda: blobs(16), nn.CrossEntropyLoss()),
     "in place": (InPlace, lambda: blobs(16), nn.CrossEntropyLoss()),
+    "follows": (Follows, lambda: blobs(16), nn.CrossEntropyLoss()),
     "in turns": (InTurns, lambda: blobs(16), nn.CrossEntropyLoss()),
     "recurrent": (Recurrent, lambda: blobs(16), nn.CrossEntropyLoss()),
     "gpt": (lambda: sp.models.GPT(11, 8, 2, 2, 16, 0.0), tokens, of_tokens),

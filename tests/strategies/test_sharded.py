@@ -79,7 +79,7 @@ def test_fsdp2_has_what_it_can_have(replicas: Replicas) -> None:
 
 def test_fsdp2_follows_what_modules_do(replicas: Replicas) -> None:
     cases: list[tuple[str, str, float | None]] = [
-        (kind, "AdamW", None) for kind in ("in place", "in turns", "recurrent")
+        (kind, "AdamW", None) for kind in ("in place", "in turns", "recurrent", "follows")
     ]
     options = {"block_bytes": 100, **FSDP}
     for found in replicas(jobs.by_strategy, 2, "sharded", options, cases):

@@ -8,8 +8,8 @@ unlike E[x^2] - E[x]^2 it loses no digits where the mean is large.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -113,11 +113,46 @@ def _follow(
             statistic.lerp_(value.to(statistic.dtype), momentum)
 
 
+_are_idle = False
+
+
+@contextmanager
+def idle_norms(model: nn.Module) -> Iterator[None]:
+    """A block in which the norms of ``model`` that take statistics of a batch do nothing.
+
+    What its code normalizes by itself is that of a replica's rows, and is computed as it is, unless
+    the norms are not synchronized either.
+    """
+    global _are_idle
+    norms = [module for module in model.modules() if takes_statistics(module)]
+    apart = not all(isinstance(module, SynchronizedForward) for module in norms)
+    before, _are_idle = _are_idle, True
+    try:
+        with WithoutStatistics() if apart else nullcontext():
+            yield
+    finally:
+        _are_idle = before
+
+
+class WithoutStatistics(TorchFunctionMode):
+    """What normalizes over the batch does nothing."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.batch_norm, torch.batch_norm):
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
+
+
 class SynchronizedForward:
     """The forward pass that the synchronized classes share."""
 
     def forward(self: Any, input: Tensor) -> Any:
         """Normalize ``(batch, channels, ...)``; over all replicas inside a training step."""
+        if _are_idle:
+            return input
         context = _shared(self)
         if context is None:
             return super().forward(input)  # type: ignore[misc]
@@ -143,6 +178,9 @@ class SynchronizedCalls(SynchronizedForward):
 
     def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What the class computes; its calls of `batch_norm` in a training step are global."""
+        if _are_idle:
+            with WithoutStatistics():
+                return super(SynchronizedForward, self).forward(input, *args, **kwargs)  # type: ignore[misc]
         context = _shared(self)
         if context is None:
             return super(SynchronizedForward, self).forward(input, *args, **kwargs)  # type: ignore[misc]

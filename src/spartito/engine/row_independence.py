@@ -13,11 +13,10 @@ from math import isfinite
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from spartito.engine.batchnorm import idle_norms
 from spartito.engine.gradient_hooks import is_of_user
 from spartito.engine.keyed_draws import Drawing, Fill, Shape, filled
 from spartito.engine.logged import listening
@@ -83,7 +82,7 @@ def check_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 def _output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with (
         untouched(module), _without_hooks(module), torch.no_grad(), within(None), listening(None),
-        warnings.catch_warnings(), _WithoutStatistics(), _AlikeForAll(),
+        warnings.catch_warnings(), idle_norms(module), _AlikeForAll(),
     ):  # fmt: skip
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
         return module(*args, **kwargs)
@@ -126,18 +125,6 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
         for hooks, items in before.values():  # in their order
             hooks.clear()
             hooks.update(items)
-
-
-class _WithoutStatistics(TorchFunctionMode):
-    """What normalizes over the batch does nothing."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in (F.batch_norm, torch.batch_norm):
-            return args[0] if args else kwargs["input"]
-        return func(*args, **kwargs)
 
 
 class _AlikeForAll(Drawing):

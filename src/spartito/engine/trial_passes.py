@@ -14,6 +14,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
+_trials = 0
+
+
+def is_trial() -> bool:
+    """Whether the pass that runs leaves nothing behind."""
+    return _trials > 0
+
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
@@ -31,10 +38,13 @@ def untouched(model: nn.Module) -> Iterator[None]:
     held = [(vars(module), dict(vars(module))) for module in model.modules()]
     undo = [_restored(value) for _, before in held for value in before.values()]
     written = _Written(model)
+    global _trials
+    _trials += 1
     try:
         with written:
             yield
     finally:
+        _trials -= 1
         written.put_back()
         torch.default_generator.set_state(states[0])
         random.setstate(states[1])
@@ -81,6 +91,8 @@ class _Written(TorchDispatchMode):
             if each is not None and not nn.parameter.is_lazy(each) and _has_memory(each):
                 self._of.setdefault(_memory(each), []).append(each)
         self._of.pop(0, None)  # of what has no values
+        plain = [each for same in self._of.values() for each in same if type(each) is nn.Parameter]
+        self._there = [(each, each.data) for each in plain]
         self._kept: list[tuple[Tensor, Tensor, int]] = []
 
     def __torch_dispatch__(
@@ -102,6 +114,9 @@ class _Written(TorchDispatchMode):
 
     def put_back(self) -> None:
         """Give parameters the values that they had."""
+        for each, there in self._there:
+            if each.data_ptr() != there.data_ptr():  # its .data was replaced
+                each.data = there
         for parameter, value, version in self._kept:
             parameter.data.copy_(value)
             # A graph that has seen it need not know: it is what it was.

@@ -109,6 +109,8 @@ class PipedModel:
                 if id(own) not in empty:
                     made = torch.empty_like(own, device="meta")
                     empty[id(own)] = nn.Parameter(made, own.requires_grad)
+                    if not own.is_meta:  # who has it still is not to go on with old values
+                        own.data = own.data.new_empty(0)
                 module._parameters[key] = empty[id(own)]
             if isinstance(module, nn.RNNBase):  # it has a list of them too
                 module._init_flat_weights()

@@ -130,9 +130,11 @@ class StagePasses:
         parts, outputs, sums = self.cut_up(batch), [], Sums()
         randomness = self.pair.randomness
         drawn = randomness.made if randomness is not None else 0
+        before = self._kept_of(loss)
 
         def finish(number: int, output: Any) -> Root:
             found = self._loss(loss, output, parts[number])
+            self._check_loss(loss, before)
             if not found.value.requires_grad:
                 raise no_gradient()
             self._tell(found)
@@ -227,6 +229,26 @@ class StagePasses:
                 f"{first} deterministic out, or choose mirrored or mesh.",
             )
         self._exact = program
+
+    def _kept_of(self, loss: LossFunction | None) -> dict[str, Tensor]:
+        """What is in the buffers of a loss that sees a part of a batch, where that counts."""
+        is_exact = self.pair.randomness is not None and self.shape.microbatches > 1
+        if not is_exact or not isinstance(loss, nn.Module):
+            return {}
+        kept = kept_buffers(loss)
+        return {name: each.clone() for name, each in loss.named_buffers() if name in kept}
+
+    def _check_loss(self, loss: LossFunction | None, before: dict[str, Tensor]) -> None:
+        """Refuse a loss that gathers what it sees; others wait for what comes of it."""
+        now = dict(loss.named_buffers()) if isinstance(loss, nn.Module) else {}
+        changed = [name for name, each in before.items() if not torch.equal(each, now[name])]
+        if changed:
+            raise UserError(
+                f"deterministic training under pipeline with {in_words(changed)} of the loss "
+                f"{type(loss).__name__}, which it changes: it sees one of "
+                f"{self.shape.microbatches} microbatches at a time",
+                "Set microbatches=1, leave deterministic out, or choose mirrored or mesh.",
+            )
 
     def _order(self, count: int) -> Order:
         shape = replace(self.shape, microbatches=count)

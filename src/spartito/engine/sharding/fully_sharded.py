@@ -32,7 +32,8 @@ from spartito.engine.sharding.blocks import Members, RowLayout
 from spartito.engine.sharding.fully_sharded_block import FullyShardedBlock
 from spartito.engine.sharding.gathering import saving
 from spartito.engine.sharding.hidden_parameters import computes_in, cover, no_copies, uncover
-from spartito.engine.sharding.homes import BlockOfHome, Home, whole_homes
+from spartito.engine.sharding.homes import BlockOfHome, Home, same_bits, shows, whole_homes
+from spartito.engine.trial_passes import is_trial
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _WANTED = ("reset_iter_state", "set_custom_reduce_scatter", "set_reduce_scatter_unused_params")
@@ -122,9 +123,7 @@ class FullyShardedHome(Home):
         }
         group = cast(ProcessGroupCollective, self.stage.group)
         precision = MixedPrecisionPolicy(reduce_dtype=torch.float32 if self.dtype in HALF else None)
-        fsdp: Any = fully_shard(
-            module, mesh=self._mesh, reshard_after_forward=True, mp_policy=precision
-        )
+        fsdp: Any = _shard(module, self._mesh, mp_policy=precision)
         fsdp.set_gradient_divide_factor(1.0)  # a sum
         fsdp.set_force_sum_reduction_for_comms(True)
         fsdp.set_reduce_scatter_unused_params(True)  # replicas may use different ones
@@ -306,6 +305,36 @@ class FullyShardedHome(Home):
                 unsharded.register_hook(partial(_call_hooks, ref(own)))
 
     @property
+    def held(self) -> list[tuple[int, Tensor]]:
+        """What the module has, and how often something was written into it."""
+        inner = [each.unsharded_param for each in self._inner]
+        return [(each._version, each.data) for each in inner]
+
+    @torch.no_grad()
+    def computed(self, held: Sequence[tuple[int, Tensor]]) -> None:
+        """The module has computed: take what it wrote into its parameters, as into an average.
+
+        Args:
+            held: As it was before.
+        """
+        counts = not is_trial()
+        for number, (each, (version, there)) in enumerate(zip(self._inner, held, strict=True)):
+            inner, local, section = each.unsharded_param, self._locals[number], self.spans[number]
+            is_replaced = not shows(inner, there)
+            if is_replaced:
+                if counts:
+                    there.copy_(inner)
+                inner.data = there
+            part = there.reshape(-1)[section.start : section.stop]
+            # What was written by .data shows no version: a device is not waited for.
+            moved = not (same_bits(part, local) if local.is_cpu else inner.requires_grad)
+            if counts and (is_replaced or moved or inner._version != version):
+                local.copy_(part)
+                self.was_written = True
+                if self.is_whole:  # what is shown is taken later
+                    self.parameters[number].copy_(there)
+
+    @property
     def storages(self) -> set[int]:
         """Where the values are while the module has them."""
         return {each.unsharded_param.untyped_storage().data_ptr() for each in self._inner}
@@ -337,7 +366,8 @@ class FullyShardedHome(Home):
         rows = self._locals[0].new_empty(self.layout.shards, self.layout.length)
         self.stage.spread(self.own, rows)
         uncover(self.parameters)
-        self._show([value.clone() for value in self.whole(rows)])
+        plain = torch.contiguous_format  # one element keeps its stride else
+        self._show([value.clone(memory_format=plain) for value in self.whole(rows)])
         self.is_whole = True
 
     def gather_to_stay(self) -> None:
@@ -373,6 +403,14 @@ class FullyShardedHome(Home):
         self._show(self._nothing)
         cover(self.parameters, self)
         self.is_whole = False
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
+    """Give a module to FSDP2, which changes its class: messages call it as the user does."""
+    name = type(module).__name__
+    found = fully_shard(module, mesh=mesh, reshard_after_forward=True, **options)
+    type(module).__name__ = name
+    return found
 
 
 def _in_this_thread(module: nn.Module, state: Any) -> None:
@@ -431,7 +469,7 @@ class _Around:
 
     def __init__(self, home: FullyShardedHome) -> None:
         self._home = home
-        self._saving: list[saved_tensors_hooks | None] = []
+        self._saving: list[tuple[saved_tensors_hooks | None, list[tuple[int, Tensor]]]] = []
         module, only = home.members.module, in_this_thread
         module.register_forward_pre_hook(only(self._before), prepend=True)
         module.register_forward_pre_hook(only(self._gathered))
@@ -447,13 +485,14 @@ class _Around:
         if found is not None:
             whole_homes.update(dict.fromkeys(home.storages, home))
             found.__enter__()
-        self._saving.append(found)
+        self._saving.append((found, home.held))
 
     def _after(self, module: nn.Module, given: Any, output: Any) -> Any:
         home = self._home
         if not self._saving:  # nothing was gathered: an error is on its way
             return output
-        found = self._saving.pop()
+        found, held = self._saving.pop()
+        home.computed(held)
         if found is not None:
             found.__exit__()
             for storage in home.storages:
@@ -562,7 +601,7 @@ class Enclosed:
         self.homes, self._mesh, self._is_open = homes, mesh, False
         self._fsdp: Any = model
         if not isinstance(model, FSDPModule):  # no parameter is its own
-            self._fsdp = fully_shard(model, mesh=mesh)
+            self._fsdp = _shard(model, mesh)
             _in_this_thread(model, self._fsdp._get_fsdp_state())
         self._fsdp._get_fsdp_state()._lazy_init()  # before a block of it is called alone
         for module in (model, *(home.members.module for home in homes)):

@@ -200,7 +200,7 @@ class Home(ABC):
     def _take_moved(self) -> None:
         """Values that were put into ``.data`` go to where they belong."""
         for parameter, view in zip(self.parameters, self._shown, strict=True):
-            if not _shows(parameter, view):
+            if not shows(parameter, view):
                 if parameter.shape != view.shape or parameter.dtype != view.dtype:
                     raise UserError(
                         f"a parameter of a {type(self.members.module).__name__} was "
@@ -225,7 +225,7 @@ class Home(ABC):
     @property
     def _is_moved(self) -> bool:
         pairs = zip(self.parameters, self._shown, strict=True)
-        return not all(_shows(parameter, view) for parameter, view in pairs)
+        return not all(shows(parameter, view) for parameter, view in pairs)
 
     def _show(self, views: Sequence[Tensor]) -> None:
         self._shown = views
@@ -437,7 +437,7 @@ whole_homes: WeakValueDictionary[int, Saves] = WeakValueDictionary()
 """The blocks that are gathered now, by the address of their memory."""
 
 
-def _shows(parameter: nn.Parameter, view: Tensor) -> bool:
+def shows(parameter: nn.Parameter, view: Tensor) -> bool:
     """Whether a parameter still lies where a view of our memory does."""
     if view.is_cpu:
         return parameter.is_set_to(view)

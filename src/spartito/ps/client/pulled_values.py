@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -36,7 +39,7 @@ class PulledValues:
         ]
         self._sums: list[int] = []
         self._still_sums: list[int] = []
-        self._watches = self._is_alone = False
+        self._watches = self._is_alone = self._has_computed = False
         self._learning: list[tuple[str, Tensor]] = []
 
     def watch(self, runs: bool, alone: bool) -> None:
@@ -81,6 +84,30 @@ class PulledValues:
                 "fit() under parameter_server: callbacks run there alone, and other workers go on "
                 "learning it",
                 "Freeze it before the Trainer is made, or take a synchronous strategy.",
+            )
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """A block that computes gradients, in which a forward pass is not to write what learns.
+
+        Writes that torch counts are found in each, those by ``.data`` in the first.
+
+        Raises:
+            UserError: It did.
+        """
+        before = [tensor._version for _, tensor in self._learned]
+        sums = [] if self._has_computed else _sums_of(self._learned)
+        self._has_computed = True
+        yield
+        both = zip(self._learned, before, strict=True)
+        written = [name for (name, tensor), count in both if tensor._version != count]
+        if written := written or _changed(self._learned, sums):
+            raise UserError(
+                f"{listed(written, MOST_NAMES)} of the model changed on {self._name} in the "
+                "forward pass under parameter_server: the servers hold the parameters, and their "
+                "values replace what it writes",
+                "Leave max_norm out of an embedding; compute from the parameter without writing "
+                "into it, or take a synchronous strategy.",
             )
 
     def passed(self) -> None:

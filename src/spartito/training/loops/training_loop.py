@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
 from spartito.data.memory import few_rows, which_examples
+from spartito.engine.absent_values import RefusingAbsent
 from spartito.engine.host_reads import Number, added, read
 from spartito.engine.logged import listening, log
 from spartito.engine.seed import random_state, set_random_state
@@ -82,7 +83,7 @@ class TrainingLoop:
             callback.on_train_end()
 
     def _begin_epoch(self, epoch: int) -> None:
-        with self._listening():
+        with self._listening(), self._between_steps():
             for callback in self._trainer.callbacks:
                 callback.on_epoch_begin(epoch)
 
@@ -170,12 +171,18 @@ class TrainingLoop:
             with coordination.during("end of epoch"):
                 logs = self._conclude(epoch, validation, history) if coordination.decides else {}
             self._end_epoch()
-            for callback in callbacks:
-                callback.on_epoch_end(epoch, logs)
+            with self._between_steps():
+                for callback in callbacks:
+                    callback.on_epoch_end(epoch, logs)
 
     def _listening(self) -> AbstractContextManager[None]:
         """A block of steps, in which figures are reported by `sp.log`."""
         return listening(self._metrics.logged.take if self._is_counted else None)
+
+    def _between_steps(self) -> AbstractContextManager[object]:
+        """A block of callbacks, to which some tasks show layers without values."""
+        hidden = self._strategy.engine.parts.placement.account.hides_outputs
+        return RefusingAbsent() if hidden else nullcontext()
 
     @property
     def _is_counted(self) -> bool:
@@ -217,8 +224,10 @@ class TrainingLoop:
             clock.waited += now() - before
             if batch is None:
                 break
-            for hook in begin:
-                hook(self._done)
+            if begin:
+                with self._between_steps():
+                    for hook in begin:
+                        hook(self._done)
             try:
                 result = step(batch)
             except Exception as error:
@@ -228,8 +237,10 @@ class TrainingLoop:
             self._own_examples += batch.size
             self._own_batches += 1
             ends = self._came(result)
-            for hook in end:
-                hook(self._done - 1, logs)
+            if end:
+                with self._between_steps():
+                    for hook in end:
+                        hook(self._done - 1, logs)
             self._metrics.logged.settle(batch.size)  # what callbacks reported is of these rows
             if ends:
                 self._leave()
