@@ -148,3 +148,13 @@ def test_coarse_numbers_are_compared_coarsely() -> None:
     wide = nn.Sequential(*layers).float()
     with torch.autocast("cpu", torch.bfloat16):
         check_rows(wide, (torch.randn(ROWS, 256),), {}, ROWS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_so_are_those_of_a_model_that_casts_inside(dtype: torch.dtype) -> None:
+    x = torch.randn(63, 256, dtype=torch.float64)
+    count = Model(lambda m, x: (x.to(dtype) * len(x) / len(x)).abs().double())
+    check_rows(count, (x,), {}, len(x))
+    mean = Model(lambda m, x: (x.to(dtype) - x.to(dtype).mean(0)).abs().double())
+    with pytest.raises(UserError, match="the examples of a batch see each other in Model's"):
+        check_rows(mean, (x,), {}, len(x))

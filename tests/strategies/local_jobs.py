@@ -157,7 +157,8 @@ def written_beside_servers(name: str, options: dict[str, Any], how: str) -> str:
     ``how``: "before" the first step, "between" two fits, in a "loop" of one's own, by a "pre_hook"
     or "post_hook" of the optimizer, or a callback has "frozen" a weight. One that is "frozen
     between" two fits is so on all tasks. A callback writes into what is "still", and a loop "waits"
-    with its updates. It "begins" or "loads" the optimizer's state anew. A "forward" pass writes, also by ".data", as one that clamps what it learns.
+    with its updates. It "begins" or "loads" the optimizer's state anew. A "forward" pass writes,
+    also by ".data", as one that clamps what it learns.
     """
     strategy = make_strategy(name, **options)
     net: Any = mlp()

@@ -48,27 +48,26 @@ def check_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     Raises:
         UserError: Rows see each other.
     """
-    found, all_ = [], max(size, FEW + 1)
+    found, all_, draws = [], max(size, FEW + 1), _AlikeForAll()
     for count in (FEW, all_, FEW):
         given = rows_of((args, kwargs), size, count)
         if given is None:
             return
         try:
-            found.append(_output(module, *given))
+            found.append(_output(module, draws, *given))
         except Exception as error:  # as one that wants more rows; the training itself will tell
             note("%s cannot be tried with %d rows: %r", type(module).__name__, count, error)
             return
     few, many, again = ([*map(_plain, tree_leaves(each))] for each in found)
     if not len(few) == len(many) == len(again):
         return
-    least = _rounding(module) ** 0.5
     for one, other, same in zip(few, many, again, strict=True):
         if one is None or other is None or same is None or not torch.equal(one, same):
             continue
         if len(one) != FEW or len(other) != all_ or one.shape[1:] != other.shape[1:]:
             continue
         gap, scale = float((one - other[:FEW]).abs().max()), float(other[:FEW].abs().max())
-        if isfinite(gap) and isfinite(scale) and gap > max(least, _eps(one.dtype) ** 0.5) * scale:
+        if isfinite(gap) and isfinite(scale) and gap > draws.rounding**0.5 * scale:
             raise UserError(
                 f"the examples of a batch see each other in {type(module).__name__}'s forward "
                 f"pass, deterministic: beside another example, two give outputs that differ by "
@@ -79,10 +78,12 @@ def check_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
             )
 
 
-def _output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _output(
+    module: nn.Module, draws: _AlikeForAll, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     with (
         untouched(module), _without_hooks(module), torch.no_grad(), within(None), listening(None),
-        warnings.catch_warnings(), idle_norms(module), _AlikeForAll(),
+        warnings.catch_warnings(), idle_norms(module), draws,
     ):  # fmt: skip
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
         return module(*args, **kwargs)
@@ -92,19 +93,6 @@ def _plain(leaf: Any) -> Tensor | None:
     """A leaf of an output that can be compared: a tensor with rows, whole on this task."""
     is_one = type(leaf) is Tensor and leaf.dim() > 0 and leaf.numel() > 0
     return leaf if is_one and (leaf.is_floating_point() or leaf.is_complex()) else None
-
-
-def _rounding(module: nn.Module) -> float:
-    """The coarsest rounding of what the model computes with."""
-    dtypes = {each.dtype for each in module.parameters() if each.is_floating_point()}
-    for kind in {each.device.type for each in module.parameters()} - {"meta"}:
-        if torch.is_autocast_enabled(kind):
-            dtypes.add(torch.get_autocast_dtype(kind))
-    return max(map(_eps, dtypes), default=0.0)
-
-
-def _eps(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps
 
 
 @contextmanager
@@ -128,9 +116,38 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
 
 
 class _AlikeForAll(Drawing):
-    """Random operations give the same number for all rows."""
+    """Random operations give the same number for all rows; and how coarsely all are rounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounding = 0.0
+        """The coarsest that was seen, as a part of a number."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        for each in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(each, Tensor) and (each.is_floating_point() or each.is_complex()):
+                self.rounding = max(self.rounding, _rounding(each))
+        return made
 
     def draw(self, func: Any, shape: Shape, dtype: torch.dtype, fill: Fill) -> Tensor:
         """One number in a tensor of ``shape``."""
         drawn = filled((DRAWS,), dtype, fill, torch.Generator().manual_seed(0))
         return drawn.median().expand(shape)
+
+
+def _rounding(made: Tensor) -> float:
+    """How an operation has rounded what it made."""
+    is_single = made.dtype in (torch.float32, torch.complex64)
+    coarse = is_single and _multiplies_coarsely(made.device)
+    return torch.finfo(torch.bfloat16 if coarse else made.dtype).eps
+
+
+def _multiplies_coarsely(device: torch.device) -> bool:
+    """Whether products of fp32 may be of fewer bits, as by TF32."""
+    try:
+        return device.type != "cpu" or torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # it was chosen for one backend and not for another
+        return True
