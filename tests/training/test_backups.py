@@ -44,7 +44,7 @@ from tests.training.jobs import data, trainer
 from tests.commands import LIMIT
 made = trainer(metrics=["accuracy"])
 backup = sp.callbacks.BackupAndRestore(sys.argv[1], every=1, share=None)
-history = made.fit(data(), epochs=40, batch_size=3, callbacks=[backup], verbose=0)
+history = made.fit(data(), epochs=8, batch_size=3, callbacks=[backup], verbose=0)
 print(history.history, made.step, made.model[0].weight.sum().item())
 """
 
