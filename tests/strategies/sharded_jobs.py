@@ -21,7 +21,7 @@ from spartito.system import shared
 from tests.strategies.jobs import blobs, make_strategy
 from tests.strategies.sharded_models import KINDS, build, of_tokens, photos, tokens
 
-STEPS, BATCH = 10, 6
+STEPS, BATCH = 7, 6
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda ps: torch.optim.SGD(ps, 0.05, momentum=0.9),
     "Adam": lambda ps: torch.optim.Adam(ps, 1e-3),
