@@ -16,10 +16,15 @@ PATTERNS = (
     "strategies/test_main_contracts_on_accelerator.py::test_[ab]*[[]mesh-4-2-2]",
     "strategies/test_main_contracts_on_accelerator.py::test_[ab]*PairedStrategy-4]",
     "strategies/test_main_contracts_on_accelerator.py::test_[ab]*[[]tpu-2]",
-    "strategies/test_main_contracts_on_accelerator.py::test_[ab]*mirrored-2]",
+    "strategies/test_main_contracts_on_accelerator.py::test_[ab]*[[]multi_worker_mirrored-2]",
+    "strategies/test_main_contracts_on_accelerator.py::test_[ab]*[[]mirrored-2-ddp]",
+    "strategies/test_main_contracts_on_accelerator.py::test_[ab]*[[]sharded-3-sockets-100]",
     "strategies/test_main_contracts_on_accelerator.py::test_numbers*[[]virtual-epochs-*",
     "strategies/test_on_accelerator.py::test_numbers*PairedStrategy-4]",
     "strategies/test_on_accelerator.py::test_who_is_killed_*[[]sharded]",
+    "strategies/test_contracts.py::test_batchnorm_*-64]",
+    "strategies/test_contracts.py::test_batchnorm_*[[]sharded-3-2-100]",
+    "strategies/test_contracts.py::test_batchnorm_*PairedStrategy-4]",
     "strategies/test_contracts.py::test_a_c*-64]",
     "strategies/test_contracts.py::test_a_c*[[]sharded-3-2-100]",
     "strategies/test_contracts.py::test_a_c*[[]mesh-4-2-2]",
@@ -37,6 +42,10 @@ PATTERNS = (
     "strategies/test_nestings.py::test_groups_are_*inside=mesh(model=2, zero=[12])*",
     "strategies/test_nestings.py::test_groups_are_*inside=pipeline(stages=2, *zero=1))*",
     "strategies/test_nestings.py::test_groups_are_*inside=mesh(mesh=*",
+    "strategies/test_nestings.py::test_numbers_*[[]mesh(model=2, zero=[12])-*",
+    "strategies/test_nestings.py::test_numbers_*[[]pipeline(stages=2, *zero=[12])-*",
+    "strategies/test_nestings.py::test_groups_are_*inside=sharded(zero=[12]))-*",
+    "strategies/test_nestings.py::test_groups_are_*inside=multi_worker_mirrored)-*",
     "strategies/test_nestings.py::test_groups_are_*[[]text18-sgd]",
     "strategies/test_nestings.py::test_groups_over_servers_are_*[[]text[6-9]-sgd]",
     "strategies/test_nestings.py::test_groups_over_servers_are_*[[]text10-sgd]",
@@ -72,15 +81,23 @@ PATTERNS = (
     # Three replicas draw as two do, and stages on a mesh hold what others do.
     "strategies/test_random.py::test_every_way_to_draw_*('mirrored', 2, {})]",
     "strategies/test_meta.py::*[[]pipeline-4-2-2-2]",
+    # What is trained has its values; a checkpoint between epochs, and of half an update, of two.
+    "strategies/test_meta.py::test_it_trains_*[[]sharded-2-1]",
+    "strategies/test_meta.py::test_it_trains_*[[]sharded-2-500]",
+    "strategies/test_meta.py::test_it_trains_*[[]sharded-4-2]",
+    "strategies/test_meta.py::test_it_trains_*[[]pipeline-4-2-2]",
+    "strategies/test_meta.py::test_it_goes_on_*[[]waiting-sharded-2-[15]*",
+    "strategies/test_meta.py::test_it_goes_on_*[[]epoch-sharded-2-[15]*",
+    "strategies/test_meta.py::test_it_goes_on_*[[]waiting-mesh-2-2]",
     "strategies/test_meta.py::test_it_goes_on_*-pipeline-4-2-2-3]",
     # Tasks are killed in a mesh, and in a pipeline, at more spots in test_divided_recovery.
     "strategies/test_recovery.py::test_the_chief_and_a_worker_*[[]pipeline]",
     "strategies/test_recovery.py::test_the_chief_and_a_worker_*[[]mesh]",
     # A pipeline that is not cut, and a mesh, come back there.
     "strategies/test_divided_recovery.py::test_stages_that_are_cut_are_brought_back",
-    # All go on from a backup in test_recovery, and in test_group_recovery where a group lives.
+    # All go on from a backup in test_recovery, and two groups in test_group_recovery.
     "strategies/test_divided_recovery.py::test_all_who_have_a_part_*[[]mesh]",
-    "strategies/test_group_recovery.py::test_all_are_killed_and_go_on_from_a_backup",
+    "strategies/test_group_recovery.py::test_all_who_speak_for_groups_are_lost_together",
     "strategies/test_group_recovery.py::test_the_others_go_on_without_a_group[[]1000]",
     "strategies/test_group_recovery.py::test_a_group_trains_on_with_fewer_tasks[[]False]",
     # Shards in memory are lost within updates there, too.
@@ -89,8 +106,11 @@ PATTERNS = (
     # The same starts of stages in interleaved stages, and on a mesh with another start.
     "pipeline/test_strategy.py::test_steps_are_*[[]regions-Adam-2--split-d-]",
     "pipeline/test_strategy.py::test_steps_are_*[[]regions-Adam-4--mesh-*",
-    # MobileNet has the same operations.
-    "zoo/test_zoo.py::test_numbers_are_those_of_plain_torch[[]efficientnet-mesh 2x2]",
+    # Those of the model that an adapter is added to, of another encoder and decoder, and of
+    # MobileNet.
+    "zoo/test_zoo.py::test_numbers_are_those_of_plain_torch[[]lora-pipeline]",
+    "zoo/test_zoo.py::test_numbers_are_those_of_plain_torch[[]whisper-pipeline]",
+    "zoo/test_zoo.py::test_numbers_are_those_of_plain_torch[[]efficientnet-mesh 2]",
     # Three replicas divide an update in uneven parts, and as two do.
     "strategies/test_sliced.py::test_every_kind_of_update_*-2]",
     # What the library calls of torch runs by itself in test_programs.
@@ -118,6 +138,24 @@ PATTERNS = (
     "collectives/test_hierarchical.py::test_any_placement_gives_the_same_results[[]aabca]",
     "collectives/test_results.py::test_all_collectives_agree[[]4]",
     "backend/test_operations.py::test_reductions_of_every_type[[]3-spartito on abc]",
+    # At every spot, and more of them, by test_the_chief_and_a_worker_are_killed_at_every_spot.
+    "strategies/test_sharded_recovery.py::test_tasks_are_killed_within_updates[[]sockets]",
+    # ps/test_timetable.py looks as far ahead without tasks.
+    "strategies/test_parameter_server_faults.py::test_a_chief_that_is_busy_*",
+    # Who shares a part of a model reads as others do; its tasks with parts of parameters run.
+    "strategies/test_checkpoints.py::*[[]tests.strategies.paired:PairedStrategy-4]",
+    # Each kind of buffer, deterministic or not, with each strategy: in pairs.
+    "strategies/test_buffers.py::test_what_is_alike_*[[]False-counter-*",
+    "strategies/test_buffers.py::test_what_is_alike_*[[]True-norm-*",
+    "strategies/test_buffers.py::test_what_is_alike_*[[]False-cumulative norm-*",
+    "strategies/test_buffers.py::test_what_is_alike_*[[]True-cache-*",
+    # Of what is exact no strategy tells anything, deterministic or not.
+    "strategies/test_edits.py::test_what_is_exact_is_no_change[[]False-*",
+    # What tasks draw at random goes on with other strategies of the same parts.
+    "strategies/test_backups.py::test_what_is_drawn_*PairedStrategy-4]",
+    "strategies/test_backups.py::test_what_is_drawn_*[[]tpu-2]",
+    "strategies/test_backups.py::test_it_goes_on_*[[]deterministic-tpu-2]",
+    "strategies/test_on_accelerator.py::test_numbers*[[]tpu-2]",
     # Each bound on staleness with one or two servers.
     "strategies/test_parameter_server_faults.py::test_a_killed_worker_costs_nothing[[]None-2]",
     "strategies/test_parameter_server_faults.py::test_a_killed_worker_costs_nothing[[]2-1]",
@@ -137,7 +175,7 @@ PATTERNS = (
     # In the quick tests two kinds of operations are cut along two axes, and all along one.
     "mesh/test_rules.py::test_two_axes_cut_at_once* (slow)",
     "strategies/test_unfriendly_groups.py::*-tied-* (slow)",
-    # Checkpoints of the quick tests go from each strategy to the next two.
+    # Checkpoints of the quick tests go from each strategy to the next.
     "strategies/test_checkpoints.py::*-rest]",
     "strategies/test_meta.py::*fsdp*",
     # FSDP2 in rows of replicas, and what its shards do as those of our own engine.
@@ -225,7 +263,7 @@ PATTERNS = (
     "strategies/test_sharded_recovery.py::test_the_chief_and_a_worker_*[[]sockets-3]",
     "strategies/test_group_recovery.py::test_a_meeting_that_some_have_held_is_held_by_all[[]2]",
     "strategies/test_group_recovery.py::test_another_task_is_lost_*[[]6]",
-    "strategies/test_group_recovery.py::test_a_group_gets_back_who_is_lost[[]metrics1]",
+    "strategies/test_group_recovery.py::test_a_group_gets_back_who_is_lost[[]metrics0]",
     "strategies/test_divided_recovery.py::test_another_task_is_lost_*[[]strategy1]",
     "strategies/test_divided_recovery.py::test_a_task_is_lost_before_*[[]interleaved]",
     "pipeline/test_strategy.py::test_steps_are_those_of_plain_torch[[]gpt-SGD-8*",
@@ -245,7 +283,6 @@ PATTERNS = (
     "zoo/test_zoo.py::test_numbers_are_those_of_plain_torch*-multi_worker_mirrored]",
     "zoo/test_zoo.py::test_numbers_are_those_of_plain_torch*-sharded 1]",
     "zoo/test_zoo.py::test_numbers_are_those_of_plain_torch*-sharded 2]",
-    "zoo/test_zoo.py::test_numbers_are_those_of_plain_torch*-mesh 2]",
     # One way for each tool, and one fault: what they do with a job has tests without the tool.
     "launch/test_podman.py::test_podman_runs_digits_on_two_workers",
     "launch/test_slurm_again_integration.py::test_a_job_that_is_told_to_end_twice*",

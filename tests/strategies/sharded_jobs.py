@@ -252,7 +252,7 @@ def again(name: str, options: dict[str, Any], chosen: Any) -> list[list[float]]:
                 net, optimizer=torch.optim.Adam(net.parameters(), 1e-3), loss=loss,
                 strategy=strategy, deterministic=True, checkpoint_activations=chosen,
             )  # fmt: skip
-            history = trainer.fit(sp.data.arrays(*data).batch(BATCH), epochs=3, verbose=0).history
+            history = trainer.fit(sp.data.arrays(*data).batch(BATCH), epochs=2, verbose=0).history
             found.append(history["loss"])
             whole, names = strategy.state_dict()["model"], dict(net.named_buffers())
             found.append([float(value.sum()) for name, value in whole.items() if name in names])

@@ -368,7 +368,7 @@ def test_batchnorm_dropout_and_augmentation_too(replicas: Replicas, case: Case) 
 
 
 @every_first
-@settings(max_examples=3, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, suppress_health_check=list(HealthCheck))
 @given(examples=st.integers(3, 30), batch=st.integers(3, 12))
 def test_any_split_gives_the_same_numbers(
     replicas: Replicas, case: Case, examples: int, batch: int
