@@ -44,6 +44,7 @@ OF_OUR_OWN = (
     "MASTER_",
     "OMP_",
     "TORCH_CPP_",
+    "PYTEST_CURRENT_TEST",  # else the fork server of the first test would be none for the next
 )
 
 
@@ -202,8 +203,14 @@ class Commands:
         self._programs: list[Program] = []
         OPEN.add(self)
 
-    def start(self, *words: str | Path, env: Mapping[str, str] | None = None) -> Program:
-        """Start ``words``, in an environment that tells nothing of any cluster but ``env``."""
+    def start(
+        self, *words: str | Path, env: Mapping[str, str] | None = None, forked: bool = False
+    ) -> Program:
+        """Start ``words``, in an environment that tells nothing of any cluster but ``env``.
+
+        A script of Python may be ``forked`` from what has imported torch, as a launcher forks its
+        tasks: where the test is not about how Python starts and ends.
+        """
         mark = secrets.token_hex(8)
         plain = {
             k: v for k, v in os.environ.items() if not k.startswith(OF_OUR_OWN) or k == ENV_PORTABLE
@@ -212,7 +219,7 @@ class Commands:
         if (path := told.get("PYTHONPATH")) != "":  # as a user has it
             told["PYTHONPATH"] = known_state.with_lean(path or "")
         texts = [str(word) for word in words]
-        popen = SERVERS.launched(texts, told, self.directory) or subprocess.Popen(
+        popen = SERVERS.launched(texts, told, self.directory, forked) or subprocess.Popen(
             texts,
             cwd=self.directory,
             env=told,
@@ -255,10 +262,14 @@ class Servers:
         self._one_at_a_time = threading.Lock()
 
     def launched(
-        self, words: Sequence[str], env: Mapping[str, str], folder: Path
+        self, words: Sequence[str], env: Mapping[str, str], folder: Path, forked: bool
     ) -> Launched | None:
-        """A launcher as a fork; None for other programs, and other environments than of most."""
-        if tuple(words[: len(SPARTITO)]) != SPARTITO:
+        """A launcher as a fork, and other programs if that is asked for.
+
+        None for others, and for other environments than of most.
+        """
+        launches = tuple(words[: len(SPARTITO)]) == SPARTITO
+        if not launches and not forked:
             return None
         if env["PYTHONPATH"] != os.environ["PYTHONPATH"]:  # it may find another torch, that waits
             return None
@@ -271,8 +282,10 @@ class Servers:
                     return None
             if not self._server.is_for(usual):
                 return None
-            forked = self._server.start(words, env, nobody.fileno(), folder=folder, launches=True)
-        return None if forked is None else Launched(words, forked)
+            begun = self._server.start(
+                words, env, nobody.fileno(), folder=folder, launches=launches
+            )
+        return None if begun is None else Launched(words, begun)
 
     def close(self) -> None:
         """End it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import chain, count, repeat
 from typing import Any, cast
 from weakref import ref
@@ -24,6 +24,8 @@ from spartito.models.cats_vs_dogs import CatsVsDogs
 from spartito.models.gpt import GPT
 from spartito.steps.stages import Lines, Pipelines
 from tests.mesh.tables import Squared
+
+STEPS = 5
 
 Made = tuple[nn.Module, Tensor, Tensor, Callable[[Any, Any], Any]]
 
@@ -322,7 +324,7 @@ PARTED = ("cats", "keeps", "looks")
 
 
 def train(
-    name: str, model: str, options: dict[str, Any], optimizer: str = "Adam", steps: int = 10
+    name: str, model: str, options: dict[str, Any], optimizer: str = "Adam", steps: int = STEPS
 ) -> dict[str, Any]:
     """Losses of some steps over one batch, the whole model then, and what is here of it."""
     net, x, y, loss = MODELS[model]()
@@ -378,6 +380,7 @@ def fails() -> None:
         strategy.close()
 
 
+@cache
 def plain(model: str, optimizer: str, shards: int, microbatches: int) -> dict[str, Any]:
     """The same in plain torch: the microbatches are accumulated, with the masks of one device."""
     net, x, y, loss = MODELS[model]()
@@ -389,7 +392,7 @@ def plain(model: str, optimizer: str, shards: int, microbatches: int) -> dict[st
         part for shard in rows.tensor_split(shards) for part in shard.tensor_split(microbatches)
     ]
     group = sp.strategy("one_device").engine.groups.data
-    for step in range(10):
+    for step in range(STEPS):
         optim.zero_grad()
         total = 0.0
         for part in parts:

@@ -75,7 +75,7 @@ CASES: list[Any] = [
     CASES,
     ids=lambda value: re.sub(r"\W+", "-", str(value)),
 )
-def test_ten_steps_are_those_of_plain_torch(
+def test_steps_are_those_of_plain_torch(
     replicas: Replicas, model: str, optimizer: str, tasks: int, options: dict[str, Any]
 ) -> None:
     found = replicas(jobs.train, tasks, "pipeline", model, options, optimizer)

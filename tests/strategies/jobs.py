@@ -92,7 +92,7 @@ def fit_mlp(
     name: str,
     options: dict[str, Any],
     *,
-    examples: int = 50,
+    examples: int = 34,
     batch: int = 8,
     epochs: int = 2,
     steps: int | None = None,
@@ -208,7 +208,7 @@ def fit_convolutions(name: str, options: dict[str, Any]) -> dict[str, Any]:
         strategy=strategy,
         deterministic=True,
     )
-    history = trainer.fit(train, epochs=3, validation_data=(x, y), verbose=0)
+    history = trainer.fit(train, epochs=2, validation_data=(x, y), verbose=0)
     state = weights(strategy, net)
     strategy.close()
     return {"history": history.history, "weights": state}
@@ -299,7 +299,7 @@ def gan(name: str, options: dict[str, Any]) -> dict[str, Any]:
     loss = nn.BCEWithLogitsLoss(reduction="none")
     curve = []
     data = strategy.distribute(sp.data.arrays(real, noise).shuffle(3).batch(5))
-    for _ in range(3):
+    for _ in range(2):
         for batch in data:
             fake = g(batch.y)
             d_opt.zero_grad()

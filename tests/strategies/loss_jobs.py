@@ -21,6 +21,8 @@ from tests.strategies.jobs import make_strategy, weights
 EXAMPLES, BATCH, TOKENS, FEATURES, CLASSES = 17, 6, 3, 5, 4
 """The last batch has 5: three rows for one replica, two for the other."""
 
+EPOCHS = 1
+
 Loss = Callable[[Tensor, Tensor], Any]
 
 
@@ -291,7 +293,7 @@ def of_torch(loss: Loss, penalized: bool = False, accumulate: int = 1) -> dict[s
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
     x, y = labelled()
     size = BATCH * accumulate
-    for _ in range(2):
+    for _ in range(EPOCHS):
         for start in range(0, EXAMPLES, size):
             rows = slice(start, min(start + size, EXAMPLES))
             found = loss(model(x[rows]), y[rows])
@@ -321,7 +323,7 @@ def fit(name: str, options: dict[str, Any], names: list[str], accumulate: int = 
             deterministic=not name.startswith("parameter"),
         )
         data = sp.data.arrays(*labelled())
-        trainer.fit(data.batch(BATCH), epochs=2, verbose=0)
+        trainer.fit(data.batch(BATCH), epochs=EPOCHS, verbose=0)
         loss = trainer.evaluate(data.batch(BATCH - 1))["loss"]
         found[each] = {"weights": weights(strategy, model), "loss": loss}
         strategy.close()
@@ -341,7 +343,7 @@ def loop(name: str, options: dict[str, Any], names: list[str], penalized: bool) 
             deterministic=not name.startswith("parameter"),
         )
         data = strategy.distribute(sp.data.arrays(*labelled()).batch(BATCH))
-        for _ in range(2):
+        for _ in range(EPOCHS):
             for batch in data:
                 loss = known[each](model(batch.x), batch.y)
                 if penalized:
@@ -565,7 +567,7 @@ def fit_own(name: str, options: dict[str, Any], names: list[str]) -> Any:
             deterministic=not name.startswith("parameter"),
         )
         data = sp.data.arrays(*labelled())
-        trainer.fit(data.batch(BATCH), epochs=2, verbose=0)
+        trainer.fit(data.batch(BATCH), epochs=EPOCHS, verbose=0)
         loss = trainer.evaluate(data.batch(BATCH - 1))["loss"]
         state = weights(strategy, model)
         found[each] = {

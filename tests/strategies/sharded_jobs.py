@@ -21,7 +21,7 @@ from spartito.system import shared
 from tests.strategies.jobs import blobs, make_strategy
 from tests.strategies.sharded_models import KINDS, build, of_tokens, photos, tokens
 
-STEPS, BATCH = 10, 6
+STEPS, BATCH = 7, 6
 
 
 class Signs(torch.optim.Optimizer):
@@ -278,7 +278,7 @@ def again(name: str, options: dict[str, Any], chosen: Any) -> list[list[float]]:
                 net, optimizer=torch.optim.Adam(net.parameters(), 1e-3), loss=loss,
                 strategy=strategy, deterministic=True, checkpoint_activations=chosen,
             )  # fmt: skip
-            history = trainer.fit(sp.data.arrays(*data).batch(BATCH), epochs=3, verbose=0).history
+            history = trainer.fit(sp.data.arrays(*data).batch(BATCH), epochs=2, verbose=0).history
             found.append(history["loss"])
             whole, names = strategy.state_dict()["model"], dict(net.named_buffers())
             found.append([float(value.sum()) for name, value in whole.items() if name in names])

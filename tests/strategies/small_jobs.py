@@ -77,7 +77,7 @@ def data(examples: int) -> tuple[Tensor, Tensor]:
 
 
 def by_torch(
-    kind: str, examples: int, batch: int, epochs: int = 3, rows: int | None = None
+    kind: str, examples: int, batch: int, epochs: int = 2, rows: int | None = None
 ) -> dict[str, Tensor]:
     """Batches whole, or in parts of so many rows whose gradients are accumulated."""
     net = model(kind)
@@ -99,7 +99,7 @@ def by_trainer(
     kind: str,
     examples: int,
     batch: int,
-    epochs: int = 3,
+    epochs: int = 2,
     deterministic: bool = True,
     stream: bool = False,
 ) -> dict[str, Tensor]:

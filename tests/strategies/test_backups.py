@@ -17,6 +17,7 @@ from tests.strategies.test_contracts import (
     Case,
     close,
     crossed,
+    firsts,
     is_coupled,
     named,
     servers,
@@ -79,7 +80,7 @@ def goes_on(replicas: Replicas, tmp_path: Path, case: Case, options: dict[str, A
             close(other[name], whole[0][name])
 
 
-@crossed("options", {"deterministic": {}})
+@crossed("options", {"deterministic": {}}, variants=False)
 def test_it_goes_on_at_the_next_step(
     replicas: Replicas, tmp_path: Path, case: Case, options: dict[str, Any]
 ) -> None:
@@ -89,7 +90,11 @@ def test_it_goes_on_at_the_next_step(
 def marks(case: Case) -> tuple[pytest.MarkDecorator, ...]:
     """One form each of a few strategies is enough for the quick tests."""
     quick = [*CASES[:2], *(next(c for c in CASES if c[0] == n) for n in ("sharded", "local_sgd"))]
-    return () if case in quick else (pytest.mark.slow, *contract_marks(case))
+    return (
+        ()
+        if case in quick
+        else (pytest.mark.slow, *contract_marks(case, case not in firsts(CASES)))
+    )
 
 
 @pytest.mark.parametrize(

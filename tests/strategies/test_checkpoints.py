@@ -71,11 +71,11 @@ ORDER = sorted(FIRST)
 def neighbours(reader: Case, writer: Case) -> bool:
     """Whether training goes on from this writer in the quick tests.
 
-    From its own, that of one device, and the next two in a circle of all strategies; the slow
+    From its own, that of one device, and the next one in a circle of all strategies; the slow
     tests have all others.
     """
     apart = (ORDER.index(writer[0]) - ORDER.index(reader[0])) % len(ORDER)
-    return writer is FIRST[writer[0]] and (apart <= 2 or writer is CASES[0])
+    return writer is FIRST[writer[0]] and (apart <= 1 or writer is CASES[0])
 
 
 def reading() -> list[Any]:

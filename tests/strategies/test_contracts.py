@@ -109,6 +109,14 @@ SLOWER = [
 ]
 """Forms whose strategy has others in the quick tests; they run at night."""
 
+ALIKE = {
+    "multi_worker_mirrored": "mirrored",
+    "tpu": "mirrored",
+    "tests.strategies.paired:PairedStrategy": "mesh",
+}
+"""Strategies whose steps are made of the parts of another one's: what is to meet one of them meets
+either."""
+
 EXACT = 1e-12
 COUPLED = 0.3
 """How far from one device the losses of groups may be that train apart, in the few steps of these
@@ -121,39 +129,83 @@ def named(case: Case) -> str:
     return "-".join(map(str, [case[0], case[1], *values]))
 
 
-def marks(case: Case) -> tuple[pytest.MarkDecorator, ...]:
-    return (pytest.mark.slow, pytest.mark.night) if case in SLOWER else ()
+def marks(case: Case, late: bool = False) -> tuple[pytest.MarkDecorator, ...]:
+    return (pytest.mark.slow, pytest.mark.night) if late or case in SLOWER else ()
 
 
-def each_of(cases: Sequence[Case]) -> pytest.MarkDecorator:
-    """A test that is given each of ``cases``."""
-    given = [pytest.param(case, marks=marks(case), id=named(case)) for case in cases]
+def firsts(cases: Sequence[Case]) -> list[Case]:
+    """The first form of each strategy."""
+    return [case for n, case in enumerate(cases) if case[0] not in [c[0] for c in cases[:n]]]
+
+
+def each_of(cases: Sequence[Case], variants: bool = True) -> pytest.MarkDecorator:
+    """A test that is given each of ``cases``.
+
+    Without ``variants`` only the first of each strategy runs at every change: for what does not ask
+    how many tasks there are, or how their sums travel.
+    """
+    soon = cases if variants else firsts(cases)
+    given = [pytest.param(c, marks=marks(c, c not in soon), id=named(c)) for c in cases]
     return pytest.mark.parametrize("case", given)
 
 
+def covering(pairs: Sequence[tuple[Case, str]]) -> list[tuple[Case, str]]:
+    """Few of ``pairs``, in which are all cases, and each option with each strategy.
+
+    Strategies that are alike share out the options.
+    """
+
+    def met(case: Case, option: str) -> set[Any]:
+        return {named(case), (ALIKE.get(case[0], case[0]), option)}
+
+    left, chosen = set[Any]().union(*(met(*pair) for pair in pairs)), []
+    while left:
+        chosen.append(max(pairs, key=lambda pair: len(met(*pair) & left)))
+        left -= met(*chosen[-1])
+    return chosen
+
+
 def crossed(
-    name: str, options: Mapping[str, Any], cases: Sequence[Case] = CASES
+    name: str,
+    options: Mapping[str, Any],
+    cases: Sequence[Case] = CASES,
+    variants: bool = True,
 ) -> pytest.MarkDecorator:
     """All ``options`` under the first case of each strategy, every other one under its variants.
 
-    Two variants in a row have all of them between them.
+    Two variants in a row have all of them between them. At every change a part of them runs, which
+    is `covering`; without ``variants`` of the first ones, as in `each_of`.
     """
-    variants: Counter[str] = Counter()
-    given = []
+    seen: Counter[str] = Counter()
+    pairs = []
     for case in cases:
-        turn = variants[case[0]]
-        variants[case[0]] += 1
-        given += [
-            pytest.param(case, value, marks=marks(case), id=f"{label}-{named(case)}")
-            for number, (label, value) in enumerate(options.items())
+        turn = seen[case[0]]
+        seen[case[0]] += 1
+        pairs += [
+            (case, label)
+            for number, label in enumerate(options)
             if turn == 0 or (number + turn) % 2 == 0
         ]
+    often = [case for case in (cases if variants else firsts(cases)) if case not in SLOWER]
+    soon = covering([pair for pair in pairs if pair[0] in often])
+    given = [
+        pytest.param(
+            case,
+            options[label],
+            marks=marks(case, (case, label) not in soon),
+            id=f"{label}-{named(case)}",
+        )
+        for case, label in pairs
+    ]
     return pytest.mark.parametrize(("case", name), given)
 
 
 every_strategy = each_of(CASES)
 """Asynchronous ones wait for each other here (max_staleness=0), so they are exact too; what they
 promise without that is in test_parameter_server.py."""
+
+every_first = each_of(CASES, variants=False)
+"""For what is of data, losses and callbacks."""
 
 SYNCHRONOUS = [case for case in CASES if case[0] != "parameter_server"]
 every_synchronous = each_of(SYNCHRONOUS)
@@ -264,7 +316,6 @@ def same_as_one_device(replicas: Replicas, case: Case, job: Any, **options: Any)
 @crossed(
     "options",
     {
-        "plain": {},
         "uneven": {"batch": 7, "examples": 22, "dropout": 0.5},  # the last batch has one example
         "clip": {"optimizer": "SGD", "clip": 0.05, "loss": "each"},
         "accumulate": {"accumulate": 3, "schedule": True, "loss": "weighted"},
@@ -290,7 +341,7 @@ def test_numbers_over_gloo_are_those_of_one_device(replicas: Replicas, case: Cas
     same_as_one_device(replicas, case, jobs.fit_mlp, clip=0.05, accumulate=3, schedule=True)
 
 
-@crossed("kind", {"own": "own", "torchmetrics": "torchmetrics"})
+@crossed("kind", {"own": "own", "torchmetrics": "torchmetrics"}, variants=False)
 def test_metrics_with_state_are_those_of_all_examples(
     replicas: Replicas, case: Case, kind: str
 ) -> None:
@@ -313,11 +364,11 @@ def test_metrics_with_state_are_those_of_all_examples(
 @every_loop
 def test_batchnorm_dropout_and_augmentation_too(replicas: Replicas, case: Case) -> None:
     result = same_as_one_device(replicas, case, jobs.fit_convolutions)
-    assert len(result["history"]["val_accuracy"]) == 3
+    assert len(result["history"]["val_accuracy"]) == 2
 
 
-@every_strategy
-@settings(max_examples=3, suppress_health_check=list(HealthCheck))
+@every_first
+@settings(max_examples=2, suppress_health_check=list(HealthCheck))
 @given(examples=st.integers(3, 30), batch=st.integers(3, 12))
 def test_any_split_gives_the_same_numbers(
     replicas: Replicas, case: Case, examples: int, batch: int
@@ -354,22 +405,26 @@ def test_a_parameter_that_nobody_uses_is_left_alone(replicas: Replicas, case: Ca
     assert same_as_one_device(replicas, case, jobs.unused_parameters)["kept"]
 
 
-@every_strategy
+@every_first
 def test_dict_batches_and_models_with_their_own_loss(replicas: Replicas, case: Case) -> None:
     same_as_one_device(replicas, case, data_jobs.dict_batches)
 
 
-@every_strategy
+@every_first
 def test_a_corrupt_example_weighs_nothing(replicas: Replicas, case: Case) -> None:
     same_as_one_device(replicas, case, data_jobs.corrupt_examples)
 
 
-@crossed("kind", {kind: kind for kind in ("iterable", "dataset", "loader", "sampler")})
+@crossed(
+    "kind",
+    {kind: kind for kind in ("iterable", "dataset", "loader", "sampler")},
+    variants=False,
+)
 def test_torch_data_sets(replicas: Replicas, case: Case, kind: str) -> None:
     same_as_one_device(replicas, case, data_jobs.streams, kind=kind)
 
 
-@crossed("compiled", {"plain": False, "compiled": True})
+@crossed("compiled", {"plain": False, "compiled": True}, variants=False)
 def test_low_precision_and_compiled_modules(replicas: Replicas, case: Case, compiled: bool) -> None:
     name, world_size, options = case
     results = replicas(
@@ -381,7 +436,7 @@ def test_low_precision_and_compiled_modules(replicas: Replicas, case: Case, comp
         assert result["names"] == ["0.weight", "0.bias", "3.weight", "3.bias"]
 
 
-@every_strategy
+@every_first
 def test_a_mean_over_tokens_is_one_over_all_tokens(replicas: Replicas, case: Case) -> None:
     result = run(replicas, case, data_jobs.tokens)
     net, sentences = data_jobs.Tagger(), data_jobs.Sentences()

@@ -10,7 +10,10 @@ import pytest
 from tests.replicas import Replicas
 from tests.strategies import data_jobs, task_jobs
 from tests.strategies.test_contracts import (
+    SYNCHRONOUS,
     Case,
+    crossed,
+    every_first,
     every_flat,
     every_strategy,
     every_synchronous,
@@ -42,7 +45,7 @@ def test_facts_and_reductions(replicas: Replicas, case: Case) -> None:
         assert reduced == [sum(ranks), sum(ranks) / world_size, world_size, 1]
 
 
-@every_strategy
+@every_first
 def test_the_run_folder(replicas: Replicas, case: Case, tmp_path: Path) -> None:
     run(replicas, case, task_jobs.write_model, folder=str(tmp_path))
     assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 3
@@ -50,7 +53,7 @@ def test_the_run_folder(replicas: Replicas, case: Case, tmp_path: Path) -> None:
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 2
 
 
-@every_strategy
+@every_first
 def test_the_best_weights_come_back_and_rates_follow_epochs(replicas: Replicas, case: Case) -> None:
     result = run(replicas, case, task_jobs.best_weights)
     assert len(result["val_loss"]) == 3  # the first was the best
@@ -130,8 +133,7 @@ def test_replicas_that_drift_are_named_at_the_end_of_the_epoch(
                 assert (step, error) == (8, "")
 
 
-@every_synchronous
-@pytest.mark.parametrize("closes", [True, False], ids=["closed", "dropped"])
+@crossed("closes", {"closed": True, "dropped": False}, SYNCHRONOUS)
 def test_a_strategy_goes_with_its_model_and_memory(
     replicas: Replicas, case: Case, closes: bool
 ) -> None:

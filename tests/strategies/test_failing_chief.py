@@ -95,7 +95,9 @@ def test_it_may_save_what_the_servers_have_but_not_train_on(tmp_path: Path) -> N
         tasks = [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]
         env = [{**tf_config(cluster, *task), "SPARTITO_STRATEGY": "parameter_server"}
                for task in tasks]  # fmt: skip
-        chief, *others = [commands.start(sys.executable, script, env=each) for each in env]
+        chief, *others = [
+            commands.start(sys.executable, script, env=each, forked=True) for each in env
+        ]
         chief.wait_for("saved")
         for other in others:
             ended = other.end()
@@ -140,7 +142,9 @@ def test_after_an_interrupt_of_the_chief_alone_workers_end_and_servers_stay(tmp_
         tasks = [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]
         env = [{**tf_config(cluster, *task), "SPARTITO_STRATEGY": "parameter_server"}
                for task in tasks]  # fmt: skip
-        chief, *workers, server = [commands.start(sys.executable, script, env=each) for each in env]
+        chief, *workers, server = [
+            commands.start(sys.executable, script, env=each, forked=True) for each in env
+        ]
         for worker in workers:
             ended = worker.end()
             assert ended.code == LOST, ended.text

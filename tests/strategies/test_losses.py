@@ -13,6 +13,11 @@ from tests.strategies.loss_jobs import BY_ROWS, COUNTED, DOUBTFUL, NAMES, SUMS
 
 EXACT = 1e-12
 
+HALVES = pytest.mark.parametrize(
+    "half", [0, pytest.param(1, marks=(pytest.mark.slow, pytest.mark.night))]
+)
+"""Every other loss; `test_fit_is_that_of_one_device` has all of them."""
+
 SOME = ["ignored", "classifier", "weighted", "masked", "by_hand", "sum_by_rows", "each"]
 OTHERS = [
     ("sharded", 2, {}),
@@ -47,23 +52,26 @@ def test_fit_is_that_of_one_device(replicas: Replicas) -> None:
             same(result[loss], loss)
 
 
-def test_updates_of_several_batches(replicas: Replicas) -> None:
-    names = [*COUNTED, "mse", "sum_by_rows"]
+@HALVES
+def test_updates_of_several_batches(replicas: Replicas, half: int) -> None:
+    names = [*COUNTED, "mse", "sum_by_rows"][half::2]
     for result in replicas(jobs.fit, 2, "mirrored", {}, names, 2):
         for loss in names:
             same(result[loss], loss, accumulate=2)
 
 
+@HALVES
 @pytest.mark.parametrize("penalized", [False, True])
-def test_a_loop_of_ones_own(replicas: Replicas, penalized: bool) -> None:
-    names = [*COUNTED, *BY_ROWS] if penalized else NAMES
+def test_a_loop_of_ones_own(replicas: Replicas, penalized: bool, half: int) -> None:
+    names = [*COUNTED, *BY_ROWS][1 - half :: 2] if penalized else NAMES[half::2]
     for result in replicas(jobs.loop, 2, "mirrored", {}, names, penalized):
         for loss in names:
             same(result[loss], loss, penalized=penalized)
 
 
-def test_models_with_their_own_loss(replicas: Replicas) -> None:
-    names = [name for name in NAMES if name != "each"]
+@HALVES
+def test_models_with_their_own_loss(replicas: Replicas, half: int) -> None:
+    names = [name for name in NAMES if name != "each"][1 - half :: 2]
     for result in replicas(jobs.fit_own, 2, "mirrored", {}, names):
         for loss in names:
             same(result[loss], loss)

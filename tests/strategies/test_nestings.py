@@ -46,7 +46,7 @@ HELD = [
 """By two groups of two tasks."""
 
 HELD_BY_FOUR = [
-    "mesh(model=2)",
+    'mesh(mesh={"data": 2, "model": 2})',
     "mesh(model=2, zero=1)",
     "mesh(model=2, zero=2)",
     "pipeline(stages=2, microbatches=2, zero=1)",

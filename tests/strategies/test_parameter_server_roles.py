@@ -50,7 +50,7 @@ def test_an_evaluator_looks_at_the_checkpoints(tmp_path: Path) -> None:
 def test_the_launcher_starts_all_roles_on_real_digits(tmp_path: Path) -> None:
     with commands_in(tmp_path) as commands:
         words = ["train", "mnist", "--strategy", "parameter_server", "--workers", "2", "--ps", "2"]
-        more = ["--chief", "--epochs", "2", "--out", "run"]
+        more = ["--chief", "--epochs", "2", "--batch-size", "256", "--out", "run"]
         ended = commands.spartito(*words, *more)
         assert ended.code == 0, ended.text
         assert "parameter_server, 2 replicas" in ended.text  # the chief is none of them

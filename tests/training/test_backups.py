@@ -33,36 +33,38 @@ from spartito.training import preemption
 from spartito.training.backups import fit_count
 from spartito.training.backups.folder import LocalBackups
 from spartito.training.backups.interval import BySeconds, interval_of
+from tests.commands import Ended, commands_in
 from tests.training.jobs import data, on_replicas, trainer
 
 LIMIT = 4096  # bytes of a file
 
-SCRIPT = """
+SCRIPT = f"""
 import sys
+sys.path.append({str(Path(__file__).parents[2])!r})
 import spartito as sp
 from tests.training.jobs import data, trainer
-from tests.commands import LIMIT
 made = trainer(metrics=["accuracy"])
 backup = sp.callbacks.BackupAndRestore(sys.argv[1], every=1, share=None)
-history = made.fit(data(), epochs=40, batch_size=3, callbacks=[backup], verbose=0)
+history = made.fit(data(), epochs=8, batch_size=3, callbacks=[backup], verbose=0)
 print(history.history, made.step, made.model[0].weight.sum().item())
 """
 
 
-def run(folder: Path, failpoint: str = "") -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, ENV: failpoint} if failpoint else dict(os.environ)
-    argv = [sys.executable, "-c", SCRIPT, str(folder)]
-    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=LIMIT)
+def run(folder: Path, failpoint: str = "") -> Ended:
+    with commands_in(folder.parent) as commands:
+        script = commands.write("train.py", SCRIPT)
+        env = {ENV: failpoint} if failpoint else {}
+        return commands.start(sys.executable, script, folder, env=env, forked=True).end()
 
 
 @pytest.mark.slow
 def test_killed_inside_of_a_save(tmp_path: Path) -> None:
     killed = run(tmp_path / "a", "storage.directory.before_manifest:kill:3")
-    assert killed.returncode == -signal.SIGKILL
+    assert killed.code == -signal.SIGKILL
     resumed, whole = run(tmp_path / "a"), run(tmp_path / "b")
-    assert "going on after step" in resumed.stderr
-    assert resumed.stdout == whole.stdout
-    assert resumed.stdout.startswith("{'loss'")
+    assert "going on after step" in resumed.err
+    assert resumed.out == whole.out
+    assert resumed.out.startswith("{'loss'")
     assert not [*(tmp_path / "a").iterdir()]
 
 

@@ -48,7 +48,7 @@ except sp.PreemptedError:
 print("ended after", trainer.step, flush=True)
 strategy.close()
 """
-EPOCHS = 16
+EPOCHS = 12
 STEPS = EPOCHS * 50
 
 

@@ -433,11 +433,11 @@ ANIMALS = {
     ),
     "lora": Animal("LoRA on Llama", lora, texts, weigh=shifted, package="peft"),
     "mobilenetv3": Animal(
-        "MobileNetV3 (timm)", mobilenet, lambda: (images(64), classes()), nn.CrossEntropyLoss, sgd,
+        "MobileNetV3 (timm)", mobilenet, lambda: (images(32), classes()), nn.CrossEntropyLoss, sgd,
         package="timm",
     ),
     "efficientnet": Animal(
-        "EfficientNet (timm)", small_efficientnet, lambda: (images(64), classes()),
+        "EfficientNet (timm)", small_efficientnet, lambda: (images(32), classes()),
         nn.CrossEntropyLoss, sgd, package="timm",
     ),
     "swin": Animal(
