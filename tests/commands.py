@@ -44,6 +44,7 @@ OF_OUR_OWN = (
     "MASTER_",
     "OMP_",
     "TORCH_CPP_",
+    "PYTEST_CURRENT_TEST",  # else each test would have an environment unlike all others
 )
 
 
@@ -202,8 +203,13 @@ class Commands:
         self._programs: list[Program] = []
         OPEN.add(self)
 
-    def start(self, *words: str | Path, env: Mapping[str, str] | None = None) -> Program:
-        """Start ``words``, in an environment that tells nothing of any cluster but ``env``."""
+    def start(
+        self, *words: str | Path, env: Mapping[str, str] | None = None, forks: bool = False
+    ) -> Program:
+        """Start ``words``, in an environment that tells nothing of any cluster but ``env``.
+
+        With ``forks`` a Python script is a fork of a process that has torch, as tasks of jobs are.
+        """
         mark = secrets.token_hex(8)
         plain = {
             k: v for k, v in os.environ.items() if not k.startswith(OF_OUR_OWN) or k == ENV_PORTABLE
@@ -212,7 +218,7 @@ class Commands:
         if (path := told.get("PYTHONPATH")) != "":  # as a user has it
             told["PYTHONPATH"] = known_state.with_lean(path or "")
         texts = [str(word) for word in words]
-        popen = SERVERS.launched(texts, told, self.directory) or subprocess.Popen(
+        popen = SERVERS.launched(texts, told, self.directory, forks) or subprocess.Popen(
             texts,
             cwd=self.directory,
             env=told,
@@ -230,9 +236,11 @@ class Commands:
         """Run the command ``spartito`` to its end."""
         return self.start(*SPARTITO, *words, env=env).end()
 
-    def python(self, *words: str | Path, env: Mapping[str, str] | None = None) -> Ended:
-        """Run plain ``python`` to its end."""
-        return self.start(sys.executable, *words, env=env).end()
+    def python(
+        self, *words: str | Path, env: Mapping[str, str] | None = None, forks: bool = False
+    ) -> Ended:
+        """Run plain ``python`` to its end; ``forks`` as of `start`."""
+        return self.start(sys.executable, *words, env=env, forks=forks).end()
 
     def write(self, name: str, text: str) -> Path:
         """A file in the directory."""
@@ -255,10 +263,14 @@ class Servers:
         self._one_at_a_time = threading.Lock()
 
     def launched(
-        self, words: Sequence[str], env: Mapping[str, str], folder: Path
+        self, words: Sequence[str], env: Mapping[str, str], folder: Path, forks: bool
     ) -> Launched | None:
-        """A launcher as a fork; None for other programs, and other environments than of most."""
-        if tuple(words[: len(SPARTITO)]) != SPARTITO:
+        """A launcher, or with ``forks`` a Python script, as a fork.
+
+        None for other programs, and other environments than of most.
+        """
+        launches = tuple(words[: len(SPARTITO)]) == SPARTITO
+        if not launches and not forks:
             return None
         if env["PYTHONPATH"] != os.environ["PYTHONPATH"]:  # it may find another torch, that waits
             return None
@@ -271,7 +283,9 @@ class Servers:
                     return None
             if not self._server.is_for(usual):
                 return None
-            forked = self._server.start(words, env, nobody.fileno(), folder=folder, launches=True)
+            forked = self._server.start(
+                words, env, nobody.fileno(), folder=folder, launches=launches
+            )
         return None if forked is None else Launched(words, forked)
 
     def close(self) -> None:
