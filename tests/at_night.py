@@ -49,7 +49,6 @@ PATTERNS = (
     "chaos/test_chaos_integration.py::test_who_lives_goes_on",
     "launch/test_clouds_integration.py::test_digits_on_two_nodes*[[]dstack]",
     "launch/test_clouds_integration.py::test_digits_with_servers*[[]sky]",
-    "launch/test_cold_start_integration.py::test_run",
     "launch/test_cold_start_integration.py::test_the_image_that_users_build*",
     "launch/test_engine.py::test_groups_meet_in_containers*",
     "launch/test_engine.py::test_either_composer_runs_a_job[[]docker compose]",
@@ -91,7 +90,6 @@ PATTERNS = (
     "training/test_killed_jobs_integration.py::test_it_goes_on_after_all_were_killed[[]parameter*",
     "strategies/test_parameter_server_programs.py::test_the_launcher_starts_a_killed_server_again",
     "test_jobs_integration.py::test_two_processes_give_the_numbers_of_one[[]two_nodes]",
-    "test_jobs_integration.py::test_two_processes_give_the_numbers_of_one[[]worker_list]",
     "test_jobs_integration.py::test_two_processes_give_the_numbers_of_one[[]chief_and_worker]",
     "launch/test_fork_server.py::test_ends_are_those_of_python[[]sys.exit(3)*",
     "launch/test_fork_server.py::test_ends_are_those_of_python[[]*11)*",
@@ -160,6 +158,44 @@ PATTERNS = (
     "launch/test_tutorials.py::test_slurm",
     "test_docs.py::test_a_page_works_step_by_step[[]docs/guides/coming-from/[!k]*",
     "test_docs.py::test_a_script_from_elsewhere_runs*",
+    # Further schedules and messages of the same kinds; of all programs that start a job, torchrun
+    # alone imports torch three times (its variables are set by hand elsewhere).
+    "ps/test_simulation.py::test_jobs_whose_values_are_on_two_servers*[[]40-260]",
+    "ps/test_client.py::test_thousands_of_groups_*[[]memory]",
+    "test_jobs_integration.py::test_two_processes_give_the_numbers_of_one[[]torchrun]",
+    # Steps of one's own have tests of their numbers; the first example runs at every change.
+    "test_jobs_integration.py::test_the_example_with_two_optimizers",
+    # One reason for which there is no shared memory; one way to ask for torch's compiler.
+    "launch/test_streams.py::test_a_job_on_a_machine_without_shared_memory[[]no*",
+    "launch/test_streams.py::test_a_job_on_a_machine_without_shared_memory[[]read*",
+    "test_late_compiler.py::test_who_asks_for_it_gets_torchs_own[[]decorator]",
+    # As on a system that is not Linux: other forms of jobs, and what test_central_storage shows.
+    "test_system.py::test_jobs_elsewhere[[]one_device]",
+    "test_system.py::test_one_copy_needs_memory_that_all_have",
+    "test_system.py::test_memory_that_cannot_be_written[[]False-False]",
+    # One form for each direction, and for each signal and command that it comes to.
+    "doctor/test_namespaces.py::test_a_line_that_drops_large_packets[[]there-]",
+    "doctor/test_namespaces.py::test_a_line_that_drops_large_packets[[]back-a*",
+    "doctor/test_namespaces.py::test_a_line_that_drops_large_packets[[]both-a*",
+    "launch/test_engine_stand_in.py::test_an_interrupt_amid_the_removal_*[[]command0-2]",
+    "launch/test_engine_stand_in.py::test_an_interrupt_amid_the_removal_*[[]command1-1]",
+    "launch/test_engine_stand_in.py::test_an_interrupt_amid_the_removal_*[[]command1-15]",
+    # A way that is closed is found where doctors are started by hand; tasks meet in a directory
+    # without Slurm.
+    "launch/test_ssh_integration.py::test_the_doctor_finds_a_way_that_is_closed",
+    "launch/test_slurm_integration.py::test_jobs_submitted_one_by_one_*",
+    # Who interrupts a run of tests has its workers ended in the same way.
+    "test_workers.py::test_the_first_failure_can_be_the_last",
+    # Of the same device: its numbers in fp64, and how often it compiles where batches differ.
+    "tpu/test_tpu_integration.py::test_bf16",
+    "tpu/test_tpu_integration.py::test_more_batches_are_no_more_programs",
+    # Another job of each tool: it starts tasks, learns how they end and has their files in others.
+    "launch/test_cold_start_integration.py::test_train_with_servers",
+    "launch/test_kubernetes_integration.py::test_parameter_servers",
+    "launch/test_clouds_integration.py::test_digits_on_two_nodes*[[]sky]",
+    "launch/test_ray.py::test_a_script_trains_as_under_spartito_run",
+    # Data and checkpoints in a store are read and written alone; a job goes on with more workers.
+    "storage/test_stores.py::test_a_training_from_and_in_a_store_goes_on_*",
 )
 """Names as in ``tests/...``; those that end in " (slow)" mean tests with that mark alone."""
 

@@ -165,7 +165,7 @@ def test_a_mistake_on_the_command_line(
     "case", [*COLD, *(pytest.param(case, marks=pytest.mark.slow) for case in WHOLE)], ids=str
 )
 def test_a_mistake_in_processes_of_its_own(case: Case, commands: Commands) -> None:
-    check(commands.start(*case.words, env=case.env).end(), case.says)
+    check(commands.start(*case.words, env=case.env, forks=True).end(), case.says)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_port_in_use(way: str, commands: Commands) -> None:
         taken = f"127.0.0.1:{other.getsockname()[1]}"
         if way == "plain":
             env = tf_config({"worker": [taken, *addresses(1)]}, "worker", 0)
-            ended = commands.python("script.py", env=env)
+            ended = commands.python("script.py", env=env, forks=True)
         else:
             words = ["run", "--nnodes", "2", "--master-addr", taken, "script.py"]
             ended = commands.spartito(*words)
@@ -216,7 +216,8 @@ def test_someone_else_at_the_rendezvous(commands: Commands) -> None:
         other.listen()
         taken = f"127.0.0.1:{other.getsockname()[1]}"
         env = tf_config({"worker": [taken, *addresses(1)]}, "worker", 1)
-        ended = commands.python("script.py", env=env | {"SPARTITO_TIMEOUT": "1"})
+        env["SPARTITO_TIMEOUT"] = "1"
+        ended = commands.python("script.py", env=env, forks=True)
     assert ended.code == 69
     assert f"worker 0 ({taken}) did not reply within 1 s" in ended.err
     assert "Traceback" not in ended.err

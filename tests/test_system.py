@@ -144,7 +144,7 @@ def test_both_say_the_same_of_this_process() -> None:
 def test_both_count_the_memory_of_a_process() -> None:
     """Of one that is no fork: what is common with its parent counts for one of them only."""
     code = (
-        "from spartito.system import linux, portable\nimport torch\nx = torch.ones(50_000_000)\n"
+        'from spartito.system import linux, portable\nx = b"x" * 200_000_000\n'
         "print(linux.anonymous_memory(), portable.anonymous_memory())"
     )
     printed = subprocess.check_output([sys.executable, "-c", code], text=True)
@@ -285,7 +285,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The numbers of one device, with all that Linux has."""
     with commands_in(tmp_path_factory.mktemp("plain")) as found:
         script = found.write("trains.py", TRAINS)
-        return numbers(found.python(script, env={ENV_PORTABLE: "0"}))
+        return numbers(found.python(script, forks=True))
 
 
 SOCKETS = "memory is shared on Linux only, and this is Linux used as another system: tasks exchange"
@@ -303,7 +303,7 @@ SOCKETS = "memory is shared on Linux only, and this is Linux used as another sys
             marks=SLOW,
         ),
         pytest.param(
-            ["--workers", "2", "--ps", "1", "--strategy", "parameter_server(max_staleness=0)"],
+            ["--workers", "1", "--ps", "1", "--strategy", "parameter_server(max_staleness=0)"],
             1,
             marks=SLOW,
         ),
