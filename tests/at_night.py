@@ -184,6 +184,19 @@ PATTERNS = (
     # without Slurm.
     "launch/test_ssh_integration.py::test_the_doctor_finds_a_way_that_is_closed",
     "launch/test_slurm_integration.py::test_jobs_submitted_one_by_one_*",
+    # What a killed worker does to a job, and how it goes on with the same numbers, is shown without
+    # this tool; which exit codes come again under Slurm is shown without Slurm.
+    "chaos/test_chaos_integration.py::test_a_worker_that_is_killed",
+    "launch/test_slurm_again_integration.py::test_a_mistake_of_one_task_ends_the_job_as_one",
+    # What containers do when tasks are lost has one form for each kind of job; waiting for the end
+    # and what an interrupted ``up`` leaves have tests without an engine.
+    "launch/test_engine_faults_asynchronous.py::test_a_worker_is_paused_then_cut_*",
+    "launch/test_engine_faults_asynchronous.py::test_down_asks_all_tasks_at_once",
+    "launch/test_engine.py::test_the_end_of_a_detached_job_can_be_waited_for",
+    "launch/test_engine_refusals.py::test_down_removes_what_an_up_has_left_*",
+    "comparison/test_containers.py::test_ctrl_c_removes_the_containers_*",
+    # That check is a sum of torch's own, in two processes.
+    "test_gpu_checks.py::test_a_check_holds_on_the_cpu[[]nccl]",
     # Who interrupts a run of tests has its workers ended in the same way.
     "test_workers.py::test_the_first_failure_can_be_the_last",
     # Of the same device: its numbers in fp64, and how often it compiles where batches differ.

@@ -98,6 +98,7 @@ QUICK = [
     command("train mnist --stages 0", "--stages 0 is less than 1"),
     command("train mnist --stages 2 --strategy sharded", "--stages 2 under --strategy sharded"),
     command("train mnist --stages 3 --workers 2", "Take a multiple of 3 tasks, or stages=2"),
+    command("predict nowhere x.png", "nowhere is no run folder"),
     # Who is in the job
     command("run script.py", "TF_CONFIG: '{' is not JSON", env={"TF_CONFIG": "{"}),
     command("run script.py", "has no 'task'", env=NO_TASK),
@@ -110,7 +111,6 @@ QUICK = [
 COLD = [
     command("train mnits", "'mnits' is not a recipe", "Did you mean 'mnist'?"),
     command("run no_such.py", "there is no script 'no_such.py'"),
-    command("predict nowhere x.png", "nowhere is no run folder"),
     plain("TF_CONFIG: '{' is not JSON", "It looks like", env={"TF_CONFIG": "{"}),
 ]
 WHOLE = [
@@ -123,7 +123,7 @@ WHOLE = [
     command(f"{TWO} script.py", "does not fit an output of (3, 2)", "target of (3,)"),
     command("train mnist --out file/run --workers 2", "file/run cannot be written"),
 ]
-"""One for each command, and what only training finds, which takes long: in processes of their own.
+"""One for each command that starts tasks, and what only training finds: in processes of their own.
 
 The quick tests have the latter in this process: in test_trainer.py, and below.
 """

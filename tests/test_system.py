@@ -304,11 +304,16 @@ SOCKETS = "memory is shared on Linux only, and this is Linux used as another sys
         ),
         pytest.param(
             ["--workers", "1", "--ps", "1", "--strategy", "parameter_server(max_staleness=0)"],
-            1,
+            0,
             marks=SLOW,
         ),
+        pytest.param(
+            ["--workers", "2", "--ps", "1", "--strategy", "parameter_server(max_staleness=0)"],
+            1,
+            marks=[SLOW, pytest.mark.night],
+        ),
     ],
-    ids=["one_device", "mirrored", "sharded", "gloo", "servers"],
+    ids=["one_device", "mirrored", "sharded", "gloo", "server", "servers"],
 )
 def test_jobs_elsewhere(
     words: list[str], told: int, plain: list[float], commands: Commands
@@ -329,7 +334,8 @@ def test_one_copy_needs_memory_that_all_have(commands: Commands) -> None:
 
 
 def test_a_recipe_its_report_and_its_table_elsewhere(commands: Commands) -> None:
-    words = ["mnist", "--strategy", "mirrored", "--workers", "2", "--epochs", "1", "--out", "run"]
+    words = ["mnist", "--strategy", "mirrored", "--workers", "2", "--out", "run"]
+    words += ["--epochs", "1", "--batch-size", "500"]
     assert commands.spartito("train", *words, env=PORTABLE).code == 0
     run = commands.directory / "run"
     assert "mirrored" in (run / "report.html").read_text()
