@@ -188,6 +188,12 @@ PATTERNS = (
     # this tool; which exit codes come again under Slurm is shown without Slurm.
     "chaos/test_chaos_integration.py::test_a_worker_that_is_killed",
     "launch/test_slurm_again_integration.py::test_a_mistake_of_one_task_ends_the_job_as_one",
+    # The same ports, ways and endings, once more.
+    "launch/test_local.py::test_a_jobs_ports_are_taken_before_its_tasks_listen[[]1]",
+    "launch/test_firewall.py::test_sockets_at_a_closed_port",
+    "launch/test_ssh_integration.py::test_a_signal_ends_all_machines[[]near,node2-2-130]",
+    "launch/test_added_strategy.py::test_compare",
+    "doctor/test_examination.py::test_a_port_that_another_program_has[[]HTTP*",
     # What containers do when tasks are lost has one form for each kind of job; waiting for the end
     # and what an interrupted ``up`` leaves have tests without an engine.
     "launch/test_engine_faults_asynchronous.py::test_a_worker_is_paused_then_cut_*",
