@@ -205,9 +205,13 @@ PATTERNS = (
     "test_gpu_checks.py::test_a_check_holds_on_the_cpu[[]nccl]",
     # Who interrupts a run of tests has its workers ended in the same way.
     "test_workers.py::test_the_first_failure_can_be_the_last",
-    # Of the same device: its numbers in fp64, and how often it compiles where batches differ.
+    # Of the same device its numbers in fp64 are compared, also of batches that are smaller and not
+    # filled; how often it compiles costs time and changes none.
     "tpu/test_tpu_integration.py::test_bf16",
     "tpu/test_tpu_integration.py::test_more_batches_are_no_more_programs",
+    "tpu/test_tpu_integration.py::test_a_smaller_batch_is_compiled_once_more_*",
+    # Every schedule is told by a chief that comes by late, two of them by one that comes at once.
+    "ps/test_timetable.py::test_a_server_that_hears_seldom_has_*[[]0-[!s]*",
     # Another job of each tool: it starts tasks, learns how they end and has their files in others.
     "launch/test_cold_start_integration.py::test_train_with_servers",
     "launch/test_kubernetes_integration.py::test_parameter_servers",
