@@ -209,7 +209,6 @@ PATTERNS = (
     "chaos/test_chaos_integration.py::test_who_lives_goes_on",
     "launch/test_clouds_integration.py::test_digits_on_two_nodes*[[]dstack]",
     "launch/test_clouds_integration.py::test_digits_with_servers*[[]sky]",
-    "launch/test_cold_start_integration.py::test_run",
     "launch/test_cold_start_integration.py::test_the_image_that_users_build*",
     "launch/test_engine.py::test_groups_meet_in_containers*",
     "launch/test_engine.py::test_either_composer_runs_a_job[[]docker compose]",
@@ -251,7 +250,6 @@ PATTERNS = (
     "training/test_killed_jobs_integration.py::test_it_goes_on_after_all_were_killed[[]parameter*",
     "strategies/test_parameter_server_programs.py::test_the_launcher_starts_a_killed_server_again",
     "test_jobs_integration.py::test_two_processes_give_the_numbers_of_one[[]two_nodes]",
-    "test_jobs_integration.py::test_two_processes_give_the_numbers_of_one[[]worker_list]",
     "test_jobs_integration.py::test_two_processes_give_the_numbers_of_one[[]chief_and_worker]",
     "launch/test_fork_server.py::test_ends_are_those_of_python[[]sys.exit(3)*",
     "launch/test_fork_server.py::test_ends_are_those_of_python[[]*11)*",
@@ -318,6 +316,67 @@ PATTERNS = (
     "launch/test_tutorials.py::test_slurm",
     "test_docs.py::test_a_page_works_step_by_step[[]docs/guides/coming-from/[!k]*",
     "test_docs.py::test_a_script_from_elsewhere_runs*",
+    # Further schedules and messages of the same kinds; of all programs that start a job, torchrun
+    # alone imports torch three times (its variables are set by hand elsewhere).
+    "ps/test_simulation.py::test_jobs_whose_values_are_on_two_servers*[[]40-260]",
+    "ps/test_client.py::test_thousands_of_groups_*[[]memory]",
+    "test_jobs_integration.py::test_two_processes_give_the_numbers_of_one[[]torchrun]",
+    # Steps of one's own have tests of their numbers; the first example runs at every change.
+    "test_jobs_integration.py::test_the_example_with_two_optimizers",
+    # One reason for which there is no shared memory; one way to ask for torch's compiler.
+    "launch/test_streams.py::test_a_job_on_a_machine_without_shared_memory[[]no*",
+    "launch/test_streams.py::test_a_job_on_a_machine_without_shared_memory[[]read*",
+    "test_late_compiler.py::test_who_asks_for_it_gets_torchs_own[[]decorator]",
+    # As on a system that is not Linux: other forms of jobs, and what test_central_storage shows.
+    "test_system.py::test_jobs_elsewhere[[]one_device]",
+    "test_system.py::test_one_copy_needs_memory_that_all_have",
+    "test_system.py::test_memory_that_cannot_be_written[[]False-False]",
+    # One form for each direction, and for each signal and command that it comes to.
+    "doctor/test_namespaces.py::test_a_line_that_drops_large_packets[[]there-]",
+    "doctor/test_namespaces.py::test_a_line_that_drops_large_packets[[]back-a*",
+    "doctor/test_namespaces.py::test_a_line_that_drops_large_packets[[]both-a*",
+    "launch/test_engine_stand_in.py::test_an_interrupt_amid_the_removal_*[[]command0-2]",
+    "launch/test_engine_stand_in.py::test_an_interrupt_amid_the_removal_*[[]command1-1]",
+    "launch/test_engine_stand_in.py::test_an_interrupt_amid_the_removal_*[[]command1-15]",
+    # A way that is closed is found where doctors are started by hand; tasks meet in a directory
+    # without Slurm.
+    "launch/test_ssh_integration.py::test_the_doctor_finds_a_way_that_is_closed",
+    "launch/test_slurm_integration.py::test_jobs_submitted_one_by_one_*",
+    # What a killed worker does to a job, and how it goes on with the same numbers, is shown without
+    # this tool; which exit codes come again under Slurm is shown without Slurm.
+    "chaos/test_chaos_integration.py::test_a_worker_that_is_killed",
+    "launch/test_slurm_again_integration.py::test_a_mistake_of_one_task_ends_the_job_as_one",
+    # The same ports, ways and endings, once more.
+    "launch/test_local.py::test_a_jobs_ports_are_taken_before_its_tasks_listen[[]1]",
+    "launch/test_firewall.py::test_sockets_at_a_closed_port",
+    "launch/test_ssh_integration.py::test_a_signal_ends_all_machines[[]near,node2-2-130]",
+    "launch/test_added_strategy.py::test_compare",
+    "doctor/test_examination.py::test_a_port_that_another_program_has[[]HTTP*",
+    # What containers do when tasks are lost has one form for each kind of job; waiting for the end
+    # and what an interrupted ``up`` leaves have tests without an engine.
+    "launch/test_engine_faults_asynchronous.py::test_a_worker_is_paused_then_cut_*",
+    "launch/test_engine_faults_asynchronous.py::test_down_asks_all_tasks_at_once",
+    "launch/test_engine.py::test_the_end_of_a_detached_job_can_be_waited_for",
+    "launch/test_engine_refusals.py::test_down_removes_what_an_up_has_left_*",
+    "comparison/test_containers.py::test_ctrl_c_removes_the_containers_*",
+    # That check is a sum of torch's own, in two processes.
+    "test_gpu_checks.py::test_a_check_holds_on_the_cpu[[]nccl]",
+    # Who interrupts a run of tests has its workers ended in the same way.
+    "test_workers.py::test_the_first_failure_can_be_the_last",
+    # Of the same device its numbers in fp64 are compared, also of batches that are smaller and not
+    # filled; how often it compiles costs time and changes none.
+    "tpu/test_tpu_integration.py::test_bf16",
+    "tpu/test_tpu_integration.py::test_more_batches_are_no_more_programs",
+    "tpu/test_tpu_integration.py::test_a_smaller_batch_is_compiled_once_more_*",
+    # Every schedule is told by a chief that comes by late, two of them by one that comes at once.
+    "ps/test_timetable.py::test_a_server_that_hears_seldom_has_*[[]0-[!s]*",
+    # Another job of each tool: it starts tasks, learns how they end and has their files in others.
+    "launch/test_cold_start_integration.py::test_train_with_servers",
+    "launch/test_kubernetes_integration.py::test_parameter_servers",
+    "launch/test_clouds_integration.py::test_digits_on_two_nodes*[[]sky]",
+    "launch/test_ray.py::test_a_script_trains_as_under_spartito_run",
+    # Data and checkpoints in a store are read and written alone; a job goes on with more workers.
+    "storage/test_stores.py::test_a_training_from_and_in_a_store_goes_on_*",
 )
 """Names as in ``tests/...``; those that end in " (slow)" mean tests with that mark alone."""
 

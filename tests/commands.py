@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO
 
-from spartito.launch.processes.fork_server import Forked, ForkServer, new_server
+from spartito.launch.processes.fork_server import Forked, ForkServer, kind_of, new_server
 from spartito.launch.processes.local import replica_environment
 from spartito.system import ENV_PORTABLE
 from spartito.wire import ports
@@ -33,6 +33,8 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 MARK = "SPARTITO_TEST_MARK"
 SUITE = "TESTED_BY"
 """In the environment of all that one process of pytest starts: which one it is."""
+MOST_SERVERS = 2
+"""Each has torch in memory."""
 SHARED_MEMORY = Path("/dev/shm")
 LEAN = known_state.LEAN
 OF_OUR_OWN = (
@@ -44,7 +46,7 @@ OF_OUR_OWN = (
     "MASTER_",
     "OMP_",
     "TORCH_CPP_",
-    "PYTEST_CURRENT_TEST",  # else the fork server of the first test would be none for the next
+    "PYTEST_CURRENT_TEST",  # else each test would have an environment unlike all others
 )
 
 
@@ -204,12 +206,11 @@ class Commands:
         OPEN.add(self)
 
     def start(
-        self, *words: str | Path, env: Mapping[str, str] | None = None, forked: bool = False
+        self, *words: str | Path, env: Mapping[str, str] | None = None, forks: bool = False
     ) -> Program:
         """Start ``words``, in an environment that tells nothing of any cluster but ``env``.
 
-        A script of Python may be ``forked`` from what has imported torch, as a launcher forks its
-        tasks: where the test is not about how Python starts and ends.
+        With ``forks`` a Python script is a fork of a process that has torch, as tasks of jobs are.
         """
         mark = secrets.token_hex(8)
         plain = {
@@ -219,7 +220,7 @@ class Commands:
         if (path := told.get("PYTHONPATH")) != "":  # as a user has it
             told["PYTHONPATH"] = known_state.with_lean(path or "")
         texts = [str(word) for word in words]
-        popen = SERVERS.launched(texts, told, self.directory, forked) or subprocess.Popen(
+        popen = SERVERS.launched(texts, told, self.directory, forks) or subprocess.Popen(
             texts,
             cwd=self.directory,
             env=told,
@@ -237,9 +238,11 @@ class Commands:
         """Run the command ``spartito`` to its end."""
         return self.start(*SPARTITO, *words, env=env).end()
 
-    def python(self, *words: str | Path, env: Mapping[str, str] | None = None) -> Ended:
-        """Run plain ``python`` to its end."""
-        return self.start(sys.executable, *words, env=env).end()
+    def python(
+        self, *words: str | Path, env: Mapping[str, str] | None = None, forks: bool = False
+    ) -> Ended:
+        """Run plain ``python`` to its end; ``forks`` as of `start`."""
+        return self.start(sys.executable, *words, env=env, forks=forks).end()
 
     def write(self, name: str, text: str) -> Path:
         """A file in the directory."""
@@ -255,42 +258,55 @@ class Commands:
 
 
 class Servers:
-    """The fork server of this process of pytest, once a test starts a job."""
+    """The fork servers of this process of pytest, once tests start jobs.
+
+    There is one for each environment, as of tests whose programs may warn, but for few at a time:
+    those of one test alone are not worth a server.
+    """
 
     def __init__(self) -> None:
-        self._server: ForkServer | None = None
+        self._servers: dict[str, ForkServer] = {}  # the one that was asked last is the last
+        self._seen: set[str] = set()
         self._one_at_a_time = threading.Lock()
 
     def launched(
-        self, words: Sequence[str], env: Mapping[str, str], folder: Path, forked: bool
+        self, words: Sequence[str], env: Mapping[str, str], folder: Path, forks: bool
     ) -> Launched | None:
-        """A launcher as a fork, and other programs if that is asked for.
+        """A launcher, or with ``forks`` a Python script, as a fork.
 
-        None for others, and for other environments than of most.
+        None for other programs, and for an environment that is seldom.
         """
         launches = tuple(words[: len(SPARTITO)]) == SPARTITO
-        if not launches and not forked:
+        if not launches and not forks:
             return None
         if env["PYTHONPATH"] != os.environ["PYTHONPATH"]:  # it may find another torch, that waits
             return None
-        usual = replica_environment(env, 1)
         with self._one_at_a_time, open(os.devnull, "wb") as nobody:
-            if self._server is None:
-                nobodys = {name: value for name, value in usual.items() if name != MARK}
-                self._server = new_server(nobodys)
-                if self._server is None or not self._server.wait():
-                    return None
-            if not self._server.is_for(usual):
+            server = self._server_for(replica_environment(env, 1))
+            if server is None:
                 return None
-            begun = self._server.start(
-                words, env, nobody.fileno(), folder=folder, launches=launches
-            )
-        return None if begun is None else Launched(words, begun)
+            forked = server.start(words, env, nobody.fileno(), folder=folder, launches=launches)
+        return None if forked is None else Launched(words, forked)
+
+    def _server_for(self, env: Mapping[str, str]) -> ForkServer | None:
+        kind = kind_of(env)
+        server = self._servers.pop(kind, None)
+        if server is None:
+            if len(self._servers) == MOST_SERVERS and kind not in self._seen:
+                self._seen.add(kind)
+                return None
+            server = new_server({name: value for name, value in env.items() if name != MARK})
+        if server is None or not server.wait():
+            return None
+        self._servers[kind] = server
+        if len(self._servers) > MOST_SERVERS:
+            self._servers.pop(next(iter(self._servers))).close()
+        return server
 
     def close(self) -> None:
-        """End it."""
-        if self._server is not None:
-            self._server.close()
+        """End them."""
+        for server in self._servers.values():
+            server.close()
 
 
 SERVERS = Servers()

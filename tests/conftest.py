@@ -133,6 +133,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         os.environ.update(known_state.WARNINGS)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call() -> None:
+    """All tests have one environment: what is forked from one process needs that of its server."""
+    os.environ.pop("PYTEST_CURRENT_TEST", None)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     """What is required is not skipped; a time limit shows where the children of the test stand."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,8 @@ from tests import simulated
 from tests.commands import commands_in
 
 SOURCES = Path(spartito.__file__).parent
+FINDS_TESTS = f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+"""Before a script of the environment that all have, in which tasks are forks."""
 
 SCRIPT = """
 import json, os, sys
@@ -66,9 +66,8 @@ print(json.dumps(found))
 def test_tasks_get_devices_of_their_own(tmp_path: Path) -> None:
     simulated.built()
     with commands_in(tmp_path) as commands:
-        path = f"{Path(__file__).parents[1]}{os.pathsep}{SOURCES.parent}"
-        script = commands.write("script.py", SCRIPT)
-        ended = commands.start(sys.executable, script, env={"PYTHONPATH": path}).end()
+        script = commands.write("script.py", FINDS_TESTS + SCRIPT)
+        ended = commands.python(script, forks=True)
     assert ended.code == 0, ended.err
     found = json.loads(ended.out.splitlines()[-1])
     assert found["own"] == ["sim:0", "sim:1"]
@@ -118,15 +117,12 @@ def test_a_job_shares_devices_or_mixes_them_only_when_asked(tmp_path: Path) -> N
     """What is refused ends with 2, on all tasks; what is asked for trains."""
     simulated.built()
     with commands_in(tmp_path) as commands:
-        path = f"{Path(__file__).parents[1]}{os.pathsep}{SOURCES.parent}"
-        script = commands.write("job.py", JOB)
+        script = commands.write("job.py", FINDS_TESTS + JOB)
 
         def run(devices: str, *options: str) -> tuple[int, str]:
             workers = f"--workers={devices.count(',') + 1}"
-            words: tuple[str | Path, ...]
-            words = (sys.executable, "-m", "spartito", "run", workers, *options, script, devices)
-            ended = commands.start(*words, env={"PYTHONPATH": path}).end()
-            return ended.code, ended.out + ended.err
+            ended = commands.spartito("run", workers, *options, script, devices)
+            return ended.code, ended.text
 
         code, said = run("own,own,own")
         assert (code, "3 tasks compute on this machine" in said) == (2, True), said

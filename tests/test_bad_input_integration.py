@@ -98,6 +98,7 @@ QUICK = [
     command("train mnist --stages 0", "--stages 0 is less than 1"),
     command("train mnist --stages 2 --strategy sharded", "--stages 2 under --strategy sharded"),
     command("train mnist --stages 3 --workers 2", "Take a multiple of 3 tasks, or stages=2"),
+    command("predict nowhere x.png", "nowhere is no run folder"),
     # Who is in the job
     command("run script.py", "TF_CONFIG: '{' is not JSON", env={"TF_CONFIG": "{"}),
     command("run script.py", "has no 'task'", env=NO_TASK),
@@ -110,7 +111,6 @@ QUICK = [
 COLD = [
     command("train mnits", "'mnits' is not a recipe", "Did you mean 'mnist'?"),
     command("run no_such.py", "there is no script 'no_such.py'"),
-    command("predict nowhere x.png", "nowhere is no run folder"),
     plain("TF_CONFIG: '{' is not JSON", "It looks like", env={"TF_CONFIG": "{"}),
 ]
 WHOLE = [
@@ -123,7 +123,7 @@ WHOLE = [
     command(f"{TWO} script.py", "does not fit an output of (3, 2)", "target of (3,)"),
     command("train mnist --out file/run --workers 2", "file/run cannot be written"),
 ]
-"""One for each command, and what only training finds, which takes long: in processes of their own.
+"""One for each command that starts tasks, and what only training finds: in processes of their own.
 
 The quick tests have the latter in this process: in test_trainer.py, and below.
 """
@@ -165,7 +165,7 @@ def test_a_mistake_on_the_command_line(
     "case", [*COLD, *(pytest.param(case, marks=pytest.mark.slow) for case in WHOLE)], ids=str
 )
 def test_a_mistake_in_processes_of_its_own(case: Case, commands: Commands) -> None:
-    check(commands.start(*case.words, env=case.env).end(), case.says)
+    check(commands.start(*case.words, env=case.env, forks=True).end(), case.says)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_port_in_use(way: str, commands: Commands) -> None:
         taken = f"127.0.0.1:{other.getsockname()[1]}"
         if way == "plain":
             env = tf_config({"worker": [taken, *addresses(1)]}, "worker", 0)
-            ended = commands.python("script.py", env=env)
+            ended = commands.python("script.py", env=env, forks=True)
         else:
             words = ["run", "--nnodes", "2", "--master-addr", taken, "script.py"]
             ended = commands.spartito(*words)
@@ -216,7 +216,8 @@ def test_someone_else_at_the_rendezvous(commands: Commands) -> None:
         other.listen()
         taken = f"127.0.0.1:{other.getsockname()[1]}"
         env = tf_config({"worker": [taken, *addresses(1)]}, "worker", 1)
-        ended = commands.python("script.py", env=env | {"SPARTITO_TIMEOUT": "1"})
+        env["SPARTITO_TIMEOUT"] = "1"
+        ended = commands.python("script.py", env=env, forks=True)
     assert ended.code == 69
     assert f"worker 0 ({taken}) did not reply within 1 s" in ended.err
     assert "Traceback" not in ended.err

@@ -10,20 +10,14 @@ import pytest
 
 from spartito.cli import main
 from spartito.errors import PREFIX
+from tests.commands import Ended, commands_in
 
 LIMIT = 60.0
 
 
-def spartito(
-    *arguments: str, env: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "spartito", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        env=None if env is None else {**os.environ, **env},
-    )
+def spartito(*arguments: str, env: Mapping[str, str] | None = None) -> Ended:
+    with commands_in(Path.cwd()) as commands:
+        return commands.spartito(*arguments, env=env)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +86,14 @@ def test_everything_after_the_script_is_the_scripts(tmp_path: Path) -> None:
     script.write_text("import sys; print(sys.argv[1:])")
     given = ["--workers", "9", "-m", "--", "--help", "x"]
     got = spartito("run", "--workers", "1", str(script), *given)
-    assert (got.returncode, got.stdout) == (0, f"{given}\n")
+    assert (got.code, got.out) == (0, f"{given}\n")
 
 
 def test_a_module_runs_with_its_arguments(tmp_path: Path) -> None:
     (tmp_path / "my_part.py").write_text("import sys; print(sys.argv[1:])")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     got = spartito("run", "-m", "my_part", "--a", "1", env={"PYTHONPATH": path})
-    assert (got.returncode, got.stdout) == (0, "['--a', '1']\n")
+    assert (got.code, got.out) == (0, "['--a', '1']\n")
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -111,9 +105,9 @@ def test_a_users_mistake_in_a_script_is_told_once(tmp_path: Path, workers: str) 
         "raise UserError('the batch 1 is too small', 'Give more.')\n"
     )
     got = spartito("run", "--workers", workers, str(script))
-    assert got.returncode == 2
-    assert got.stderr.count(PREFIX) == 1  # a note about few cores may come before it
-    assert got.stderr.endswith(f"{PREFIX}the batch 1 is too small\n  Give more.\n")
+    assert got.code == 2
+    assert got.err.count(PREFIX) == 1  # a note about few cores may come before it
+    assert got.err.endswith(f"{PREFIX}the batch 1 is too small\n  Give more.\n")
 
 
 def test_a_mistake_is_told_once_where_torch_holds_stderr_back(tmp_path: Path) -> None:
@@ -127,14 +121,14 @@ def test_a_mistake_is_told_once_where_torch_holds_stderr_back(tmp_path: Path) ->
         "raise spartito.UserError('the batch 1 is too small', 'Give more.')\n"
     )
     got = spartito("run", "--workers", "1", str(script))
-    assert got.returncode == 2
-    assert got.stderr.count(f"{PREFIX}the batch 1 is too small\n  Give more.\n") == 1
+    assert got.code == 2
+    assert got.err.count(f"{PREFIX}the batch 1 is too small\n  Give more.\n") == 1
 
 
 def test_the_scripts_own_code_comes_through(tmp_path: Path) -> None:
     script = tmp_path / "own.py"
     script.write_text("raise SystemExit(7)")
-    assert spartito("run", "--workers", "2", str(script)).returncode == 7
+    assert spartito("run", "--workers", "2", str(script)).code == 7
 
 
 def test_the_launcher_does_without_torch(tmp_path: Path) -> None:

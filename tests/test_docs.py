@@ -245,7 +245,7 @@ def _parse(words: list[str]) -> None:
 def test_the_python_blocks_of_a_page_run(page: str, commands: Commands) -> None:
     own = [b.text for b in blocks(page) if b.language == "python" and not b.title]
     commands.write("page.py", "\n".join([BEFORE.get(page, ""), *own]))
-    done = commands.python("page.py")
+    done = commands.python("page.py", forks=True)
     assert done.code == 0, done.text
 
 
@@ -260,7 +260,7 @@ def test_a_page_works_step_by_step(page: str, commands: Commands) -> None:
         for line in block.text.splitlines() if block.language == "sh" else ():
             program, *words = shlex.split(line, comments=True)
             run = {"python": (sys.executable,), "spartito": SPARTITO}[program]
-            done = commands.start(*run, *words).end(LONG)
+            done = commands.start(*run, *words, forks=True).end(LONG)
             assert done.code == 0, f"{line}\n{done.text}"
 
 

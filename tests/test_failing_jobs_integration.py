@@ -101,11 +101,11 @@ def test_a_worker_that_is_killed(commands: Commands, task: str) -> None:
 @pytest.mark.usefixtures("no_segments_left")
 @pytest.mark.slow
 def test_a_worker_that_freezes_is_named_and_ended(commands: Commands) -> None:
-    job, pids = begin(commands, SPARTITO_TIMEOUT="30")  # the start of both falls under it too
+    job, pids = begin(commands, SPARTITO_TIMEOUT="15")  # the start of both falls under it too
     os.kill(pids["worker 1"], signal.SIGSTOP)
     ended = job.end()  # fails if the frozen one is left
     assert ended.code == 69
-    assert f"{PREFIX}worker 1 did not come within 30 s" in ended.err
+    assert f"{PREFIX}worker 1 did not come within 15 s" in ended.err
     assert "Traceback" not in ended.err
 
 
@@ -158,9 +158,8 @@ def test_ctrl_c_ends_the_command_and_keeps_what_is_saved(commands: Commands) -> 
 
 
 def test_ctrl_c_in_plain_python(commands: Commands) -> None:
-    job = commands.start(
-        sys.executable, "long.py", "nobody", env={"SPARTITO_RUN_DIR": "plainly_stopped"}
-    )
+    env = {"SPARTITO_RUN_DIR": "plainly_stopped"}
+    job = commands.start(sys.executable, "long.py", "nobody", env=env, forks=True)
     folder = commands.directory / "plainly_stopped"
     assert eventually(lambda: finished(folder), 120), job.with_stacks()
     job.send(signal.SIGINT)

@@ -252,7 +252,9 @@ def by_hand(commands: Commands, kinds: list[tuple[str, int]], out: str) -> list[
     for (kind, _), host in zip(kinds, hosts, strict=True):
         cluster.setdefault(kind, []).append(host)
     started = [
-        commands.start(sys.executable, "own.py", out, env=tf_config(cluster, kind, index))
+        commands.start(
+            sys.executable, "own.py", out, env=tf_config(cluster, kind, index), forks=True
+        )
         for kind, index in kinds
     ]
     return [program.end() for program in started]
@@ -305,7 +307,7 @@ LAUNCHES: list[tuple[Launch, list[list[Any]], str]] = [
 def alone(commands: Commands) -> dict[str, Any]:
     """The own script on one device."""
     (commands.directory / "alone").mkdir()
-    ended = commands.python("own.py", "alone")
+    ended = commands.python("own.py", "alone", forks=True)
     assert ended.code == 0, ended.text
     found: dict[str, Any] = json.loads((commands.directory / "alone/worker 0.json").read_text())
     return found

@@ -6,8 +6,6 @@ A line is a statement, and words of the message that it must give.
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from torch import nn
 
 import spartito as sp
 from spartito.errors import UserError
-from tests.commands import LEAN, LIMIT
+from tests.commands import commands_in
 
 MISTAKES = r"""
 sp.Trainer(nn.Linear)                                | is no module; Net(), not Net
@@ -236,15 +234,13 @@ trainer.fit((torch.randn(8, 5), torch.randn(8, 3)))
 
 
 def test_a_wrong_shape_shows_the_lines_of_the_user(tmp_path: Path) -> None:
-    script = tmp_path / "wrong.py"
-    script.write_text(WRONG_SHAPE)
+    (tmp_path / "wrong.py").write_text(WRONG_SHAPE)
     for whole in ("0", "1"):
-        found = subprocess.run(
-            [sys.executable, script], capture_output=True, text=True, timeout=LIMIT,
-            env={"PATH": "/usr/bin", "PYTHONPATH": str(LEAN), "SPARTITO_TRACEBACK": whole},
-        )  # fmt: skip
-        said = found.stderr
-        assert found.returncode == 1
+        with commands_in(tmp_path) as commands:
+            env = {"SPARTITO_TRACEBACK": whole}
+            found = commands.python("wrong.py", env=env, forks=True)
+        said = found.err
+        assert found.code == 1
         assert "return self.inner(x)" in said
         assert "trainer.fit(" in said
         assert "float32 (8, 5)" in said

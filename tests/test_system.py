@@ -144,7 +144,7 @@ def test_both_say_the_same_of_this_process() -> None:
 def test_both_count_the_memory_of_a_process() -> None:
     """Of one that is no fork: what is common with its parent counts for one of them only."""
     code = (
-        "from spartito.system import linux, portable\nimport torch\nx = torch.ones(50_000_000)\n"
+        'from spartito.system import linux, portable\nx = b"x" * 200_000_000\n'
         "print(linux.anonymous_memory(), portable.anonymous_memory())"
     )
     printed = subprocess.check_output([sys.executable, "-c", code], text=True)
@@ -285,7 +285,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The numbers of one device, with all that Linux has."""
     with commands_in(tmp_path_factory.mktemp("plain")) as found:
         script = found.write("trains.py", TRAINS)
-        return numbers(found.python(script, env={ENV_PORTABLE: "0"}))
+        return numbers(found.python(script, forks=True))
 
 
 SOCKETS = "memory is shared on Linux only, and this is Linux used as another system: tasks exchange"
@@ -303,12 +303,17 @@ SOCKETS = "memory is shared on Linux only, and this is Linux used as another sys
             marks=SLOW,
         ),
         pytest.param(
-            ["--workers", "2", "--ps", "1", "--strategy", "parameter_server(max_staleness=0)"],
-            1,
+            ["--workers", "1", "--ps", "1", "--strategy", "parameter_server(max_staleness=0)"],
+            0,
             marks=SLOW,
         ),
+        pytest.param(
+            ["--workers", "2", "--ps", "1", "--strategy", "parameter_server(max_staleness=0)"],
+            1,
+            marks=[SLOW, pytest.mark.night],
+        ),
     ],
-    ids=["one_device", "mirrored", "sharded", "gloo", "servers"],
+    ids=["one_device", "mirrored", "sharded", "gloo", "server", "servers"],
 )
 def test_jobs_elsewhere(
     words: list[str], told: int, plain: list[float], commands: Commands
@@ -329,7 +334,8 @@ def test_one_copy_needs_memory_that_all_have(commands: Commands) -> None:
 
 
 def test_a_recipe_its_report_and_its_table_elsewhere(commands: Commands) -> None:
-    words = ["mnist", "--strategy", "mirrored", "--workers", "2", "--epochs", "1", "--out", "run"]
+    words = ["mnist", "--strategy", "mirrored", "--workers", "2", "--out", "run"]
+    words += ["--epochs", "1", "--batch-size", "500"]
     assert commands.spartito("train", *words, env=PORTABLE).code == 0
     run = commands.directory / "run"
     assert "mirrored" in (run / "report.html").read_text()

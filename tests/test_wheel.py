@@ -63,7 +63,7 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = fresh / "venv/bin/python"
     [wheel] = built.glob("*.whl")
     pip = (sys.executable, "-m", "pip", "--python", python, "install")
-    done = run(*pip, "--no-deps", "--no-index", wheel, cwd=fresh)
+    done = run(*pip, "--no-deps", "--no-index", "--no-compile", wheel, cwd=fresh)
     assert done.returncode == 0, done.stderr
     [packages] = fresh.glob("venv/lib/python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
@@ -98,7 +98,7 @@ def test_the_wheel_trains_outside_of_the_sources(installed: Path) -> None:
     assert (installed / "run/report.html").is_file()
     done = run(spartito, "cluster", "compose", "mnist", "--workers", "2", cwd=installed)
     assert "services:" in done.stdout
-    code = "import spartito; print(spartito.__file__, len(spartito.data.digits('validation')))"
+    code = "import spartito; print(spartito.__file__)"
     done = run(installed / "venv/bin/python", "-c", code, cwd=installed)
     assert done.stdout.startswith(f"{installed}/venv/lib/")
 

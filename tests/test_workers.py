@@ -18,13 +18,13 @@ PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--numproces
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    return {workers.FOLDER: str(tmp_path), "PYTHONWARNINGS": ""}
+    return {workers.FOLDER: str(tmp_path)}
 
 
 @pytest.mark.slow
 def test_each_test_is_reported_once_and_a_worker_that_dies_is_replaced(env: dict[str, str]) -> None:
     with commands_in(SUITE.parents[2]) as commands:
-        ended = commands.start(*PYTEST, "-k", "not waits", env=env).end()
+        ended = commands.start(*PYTEST, "-k", "not waits", env=env, forks=True).end()
     assert ended.code == 1
     assert "2 failed, 22 passed, 1 skipped" in ended.out
     assert "worker 0 ended here with exit code 3" in ended.out.replace("worker 1", "worker 0")
@@ -35,7 +35,7 @@ def test_each_test_is_reported_once_and_a_worker_that_dies_is_replaced(env: dict
 @pytest.mark.slow
 def test_ctrl_c_tears_down_what_runs(env: dict[str, str], tmp_path: Path) -> None:
     with commands_in(SUITE.parents[2]) as commands:
-        program = commands.start(*PYTEST, "-k", "waits or passes", env=env)
+        program = commands.start(*PYTEST, "-k", "waits or passes", env=env, forks=True)
         assert eventually((tmp_path / "waits").exists)
         program.send(signal.SIGINT)
         ended = program.end()
@@ -47,7 +47,7 @@ def test_ctrl_c_tears_down_what_runs(env: dict[str, str], tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_the_first_failure_can_be_the_last(env: dict[str, str]) -> None:
     with commands_in(SUITE.parents[2]) as commands:
-        ended = commands.start(*PYTEST, "-x", "-k", "fails or waits", env=env).end()
+        ended = commands.start(*PYTEST, "-x", "-k", "fails or waits", env=env, forks=True).end()
     assert ended.code == pytest.ExitCode.TESTS_FAILED
     assert "stopping after 1 failures" in ended.out
 
@@ -55,7 +55,9 @@ def test_the_first_failure_can_be_the_last(env: dict[str, str]) -> None:
 @pytest.mark.slow
 def test_a_worker_that_cannot_go_on_ends_the_run_and_says_why(env: dict[str, str]) -> None:
     with commands_in(SUITE.parents[2]) as commands:
-        ended = commands.start(*PYTEST, "-p", "tests.inner.broken", "-k", "passes", env=env).end()
+        ended = commands.start(
+            *PYTEST, "-p", "tests.inner.broken", "-k", "passes", env=env, forks=True
+        ).end()
     assert ended.code == pytest.ExitCode.INTERNAL_ERROR
     assert "cannot go on" in ended.text
     assert "RuntimeError: a mistake of the plugin" in ended.text
@@ -65,7 +67,7 @@ def test_a_worker_that_cannot_go_on_ends_the_run_and_says_why(env: dict[str, str
 def test_time_limits_and_durations_are_as_without_workers(env: dict[str, str]) -> None:
     with commands_in(SUITE.parents[2]) as commands:
         words = ("-k", "waits", "--timeout=1", "--durations=1")
-        ended = commands.start(*PYTEST, *words, env=env).end()
+        ended = commands.start(*PYTEST, *words, env=env, forks=True).end()
     assert ended.code == pytest.ExitCode.TESTS_FAILED
     assert "1 failed" in ended.out
     assert "Failed: Timeout (>1.0s) from pytest-timeout" in ended.out

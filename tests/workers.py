@@ -109,7 +109,8 @@ class Workers:
         """Run all groups; raises as pytest's own loop where that ends early."""
         if reporter := self._session.config.pluginmanager.getplugin("terminalreporter"):
             reporter.showfspath = False  # tests of several files alternate
-        processes.preload()
+        if any(kind_of(item) == COMPUTING for item in self._session.items):
+            processes.preload()
         try:
             for number in range(self._count):
                 self._start(number)

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +82,17 @@ def open_to_others(tree: ast.AST) -> Iterator[str]:
                     yield text
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """A source, parsed once for all tests here."""
+    return ast.parse(path.read_text())
+
+
 def test_files_that_are_shared_are_for_this_user_alone() -> None:
     found = {
         str(path.relative_to(ROOT)): wrong
         for path in ROOT.rglob("*.py")
-        if (wrong := list(open_to_others(ast.parse(path.read_text()))))
+        if (wrong := list(open_to_others(tree_of(path))))
     }
     assert found == {}
     assert list(open_to_others(ast.parse("os.open(x, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)")))
@@ -96,7 +103,7 @@ def test_no_source_reads_what_runs() -> None:
         name: wrong
         for path in ROOT.rglob("*.py")
         if (name := str(path.relative_to(ROOT))) not in OF_THE_CALLER
-        and (wrong := list(wrong_in(ast.parse(path.read_text()))))
+        and (wrong := list(wrong_in(tree_of(path))))
     }
     assert found == {}
 

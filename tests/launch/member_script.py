@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -9,7 +10,10 @@ from torch import nn
 
 import spartito as sp
 
-VICTIM, NUMBER = os.environ["VICTIM"], signal.Signals[os.environ["NUMBER"]]
+VICTIM, NUMBER = (
+    os.environ["SPARTITO_TEST_VICTIM"],
+    signal.Signals[os.environ["SPARTITO_TEST_NUMBER"]],
+)
 KILLED, BACK = Path("killed"), Path("back")
 
 strategy = sp.strategy()
@@ -41,6 +45,7 @@ class UntilBack(sp.Callback):
 
     def on_epoch_end(self, epoch: int, logs: object) -> None:
         self.trainer.stop_training |= BACK.exists()
+        time.sleep(0.1)  # leaves the cores to the group that starts
 
 
 trainer = sp.Trainer(

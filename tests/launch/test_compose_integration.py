@@ -23,7 +23,8 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
 
 def train(commands: Commands, run: Path, *options: str) -> dict[str, Ended]:
     """Write a file, and do with processes what it says of its containers."""
-    words = ["cluster", "compose", "mnist", "--host-network", *options, "--", "--epochs=1"]
+    recipe = ("--epochs=1", "--batch-size=500")
+    words = ["cluster", "compose", "mnist", "--host-network", *options, "--", *recipe]
     written = commands.start(*SPARTITO, *words).end()
     assert written.code == 0, written.err
     named = set(re.findall(r"127\.0\.0\.1:(\d+)", written.out))

@@ -25,16 +25,16 @@ pytestmark = skips.on_linux
 
 BEGINS = """
 import sys
-was_forked = "torch" in sys.modules
-import torch
+if was_forked := "torch" in sys.modules:
+    import torch
 """
-"""Of a script that tells whether it was forked, and needs to be."""
+"""Of a script that tells whether it was forked, and gains by it; else it does without torch."""
 
 TELLS = (
     BEGINS
     + """
 import gc, json, os, random, signal, threading
-import numpy
+import numpy, torch
 
 gc.unfreeze()  # else it does not see what the server had
 mains = [one for one in gc.get_objects() if type(one) is type(sys) and one.__name__ == __name__]

@@ -38,7 +38,7 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
 def test_a_group_is_started_again_as_one(
     commands: Commands, victim: str, mate: str, number: str
 ) -> None:
-    env = {"VICTIM": victim, "NUMBER": number}
+    env = {"SPARTITO_TEST_VICTIM": victim, "SPARTITO_TEST_NUMBER": number}
     job = commands.start(*SPARTITO, "run", *GROUPS, SCRIPT, env=env)
     ended = job.end()
     assert ended.code == 0, ended.text
@@ -53,7 +53,11 @@ def test_a_group_is_started_again_as_one(
 def test_a_member_that_stands_still_is_replaced_with_its_group(
     commands: Commands, inside: str
 ) -> None:
-    env = {"VICTIM": "worker 3", "NUMBER": "SIGSTOP", "SPARTITO_TIMEOUT": "15"}
+    env = {
+        "SPARTITO_TEST_VICTIM": "worker 3",
+        "SPARTITO_TEST_NUMBER": "SIGSTOP",
+        "SPARTITO_TIMEOUT": "15",
+    }
     given = holding(inside) if inside else GROUPS
     ended = commands.start(*SPARTITO, "run", *given, SCRIPT, env=env).end()
     assert ended.code == 0, ended.text
@@ -61,7 +65,7 @@ def test_a_member_that_stands_still_is_replaced_with_its_group(
 
 
 def test_a_member_of_the_chiefs_group_ends_the_job(commands: Commands) -> None:
-    env = {"VICTIM": "worker 1", "NUMBER": "SIGKILL"}
+    env = {"SPARTITO_TEST_VICTIM": "worker 1", "SPARTITO_TEST_NUMBER": "SIGKILL"}
     ended = commands.start(*SPARTITO, "run", *GROUPS, SCRIPT, env=env).end()
     assert ended.code == 69, ended.text
     assert "because worker 1 was killed by SIGKILL" in ended.err
@@ -70,7 +74,7 @@ def test_a_member_of_the_chiefs_group_ends_the_job(commands: Commands) -> None:
 
 @pytest.mark.parametrize("inside", ["mirrored", "sharded(zero=3)", "mesh(model=2)"])
 def test_with_a_chief_of_its_own_the_job_goes_on(commands: Commands, inside: str) -> None:
-    env = {"VICTIM": "worker 1", "NUMBER": "SIGKILL"}
+    env = {"SPARTITO_TEST_VICTIM": "worker 1", "SPARTITO_TEST_NUMBER": "SIGKILL"}
     ended = commands.start(*SPARTITO, "run", *holding(inside), SCRIPT, env=env).end()
     assert ended.code == 0, ended.text
     assert "worker 0 lost worker 1, of its group; it is started again (1 of 3)" in ended.err

@@ -22,6 +22,7 @@ from spartito.errors import UserError
 from spartito.launch.job import Program
 from spartito.launch.lines.line import Link
 from spartito.names import ENV_CROWD, ENV_PROFILE
+from spartito.planning import measure
 from spartito.planning.check import check
 from spartito.planning.cluster import Cluster, Kind
 from spartito.planning.costs.parts import Situation
@@ -33,6 +34,7 @@ from spartito.planning.search import predict
 from spartito.training import step_profile
 from spartito.training.neighbours import Neighbours
 from spartito.training.step_profile import _tokens
+from tests.planning import quick_probe
 from tests.planning.made import PROFILE, cluster
 
 
@@ -353,12 +355,20 @@ def test_a_plan_trains_in_no_folder_of_the_users_trainings() -> None:
 
 
 @pytest.mark.slow
-def test_processes_of_this_machine_find_out_what_strategies_take(tmp_path: Path) -> None:
-    with _exchanging(tmp_path, os.environ) as exchange:
+@pytest.mark.parametrize("is_quick", [True, pytest.param(False, marks=pytest.mark.night)])
+def test_processes_of_this_machine_find_out_what_strategies_take(
+    is_quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, slow = STEPS, (10, 30)
+    if is_quick:
+        monkeypatch.setattr(measure, "probe", quick_probe)
+        usual, slow = (8, 24), (2, 6)
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ["PYTHONPATH"]])
+    with _exchanging(tmp_path, os.environ | {"PYTHONPATH": path}) as exchange:
         found = exchange({"tensors": 6, "parameters": 40_000}, True)
     assert (set(found["trials"]), set(found["between"])) == (set(TRIED), set(BETWEEN))
     for text, ((few, short), (many, long)) in [*found["trials"].items(), *found["between"].items()]:
-        assert (few, many) == ((10, 30) if text == "pipeline" else STEPS)
+        assert (few, many) == (slow if text == "pipeline" else usual)
         assert min(short, long) > 0  # on a busy machine either may be the longer one
     assert min(seconds for _, seconds in found["sockets"]) > 0
     assert {sample["batch"] for sample in found["reference"]["samples"]} == {BATCH / 4, BATCH}

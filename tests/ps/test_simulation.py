@@ -80,13 +80,13 @@ def test_what_it_would_find(monkeypatch: pytest.MonkeyPatch) -> None:
         assert fails(range(40))
     with monkeypatch.context() as without:
         without.setattr(Store, "check", lambda self, worker, generation: None)
-        assert fails(range(600))
+        assert fails(range(300, 600))
     with monkeypatch.context() as without:
         without.setattr(WorkQueue, "reopen", lambda self, lost: 0)
         assert fails(range(100))
     with monkeypatch.context() as without:
         without.setattr(Control, "lose", lambda self, lost: None)
-        assert fails(range(200))
+        assert fails(range(50, 200))
 
 
 @pytest.mark.slow

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+
+from tests.commands import commands_in
 
 PROGRAM = """
 from spartito.errors import TaskLostError
@@ -21,9 +22,9 @@ serve_and_end(Job(), None)
     ("error", "code"),
     [("ValueError('x')", 1), ("TaskLostError('x')", 69)],
 )
-def test_what_a_server_raises_is_its_exit_code(error: str, code: int) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(error=error)], capture_output=True, text=True
-    )
-    assert ended.returncode == code, ended.stderr
-    assert "x" in ended.stderr
+def test_what_a_server_raises_is_its_exit_code(error: str, code: int, tmp_path: Path) -> None:
+    with commands_in(tmp_path) as commands:
+        commands.write("serves.py", PROGRAM.format(error=error))
+        ended = commands.python("serves.py", forks=True)
+    assert ended.code == code, ended.err
+    assert "x" in ended.err

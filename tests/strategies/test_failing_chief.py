@@ -96,7 +96,7 @@ def test_it_may_save_what_the_servers_have_but_not_train_on(tmp_path: Path) -> N
         env = [{**tf_config(cluster, *task), "SPARTITO_STRATEGY": "parameter_server"}
                for task in tasks]  # fmt: skip
         chief, *others = [
-            commands.start(sys.executable, script, env=each, forked=True) for each in env
+            commands.start(sys.executable, script, env=each, forks=True) for each in env
         ]
         chief.wait_for("saved")
         for other in others:
@@ -143,7 +143,7 @@ def test_after_an_interrupt_of_the_chief_alone_workers_end_and_servers_stay(tmp_
         env = [{**tf_config(cluster, *task), "SPARTITO_STRATEGY": "parameter_server"}
                for task in tasks]  # fmt: skip
         chief, *workers, server = [
-            commands.start(sys.executable, script, env=each, forked=True) for each in env
+            commands.start(sys.executable, script, env=each, forks=True) for each in env
         ]
         for worker in workers:
             ended = worker.end()

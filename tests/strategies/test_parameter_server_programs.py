@@ -48,7 +48,7 @@ def test_a_loop_of_ones_own_that_raises_is_told_and_a_server_never_runs_on(tmp_p
         cluster = cluster_of(worker=2, ps=1)
         tasks = [("worker", 0), ("worker", 1), ("ps", 0)]
         programs = [
-            commands.start(sys.executable, script, env=tf_config(cluster, *task), forked=True)
+            commands.start(sys.executable, script, env=tf_config(cluster, *task), forks=True)
             for task in tasks
         ]
         chief, worker, server = [program.end() for program in programs]
@@ -62,7 +62,7 @@ def test_a_server_without_a_chief_ends_whatever_its_script_catches(tmp_path: Pat
         script = commands.write("train.py", OWN_LOOP)
         cluster = cluster_of(worker=2, ps=1)
         env = {**tf_config(cluster, "ps", 0), "SPARTITO_TIMEOUT": "1"}
-        ended = commands.start(sys.executable, script, env=env, forked=True).end()
+        ended = commands.start(sys.executable, script, env=env, forks=True).end()
         assert ended.code == LOST, ended.text
         assert "error: worker 0 " in ended.err
         assert "runs on" not in ended.text
@@ -180,7 +180,7 @@ def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
         cluster = {"worker": addresses(1), "ps": [f"127.0.0.1:{port}"]}
         script = commands.write("train.py", SCRIPT)
         env = tf_config(cluster, "ps", 0)
-        ended = commands.start(sys.executable, script, env=env, forked=True).end()
+        ended = commands.start(sys.executable, script, env=env, forks=True).end()
         assert ended.code == 2
         assert f"ps 0 cannot listen on 127.0.0.1:{port}" in ended.err
         assert "Traceback" not in ended.err

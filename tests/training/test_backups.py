@@ -54,7 +54,7 @@ def run(folder: Path, failpoint: str = "") -> Ended:
     with commands_in(folder.parent) as commands:
         script = commands.write("train.py", SCRIPT)
         env = {ENV: failpoint} if failpoint else {}
-        return commands.start(sys.executable, script, folder, env=env, forked=True).end()
+        return commands.start(sys.executable, script, folder, env=env, forks=True).end()
 
 
 @pytest.mark.slow
