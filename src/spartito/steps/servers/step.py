@@ -66,6 +66,7 @@ from spartito.steps.servers.group_push import GroupPusher, Member, Reduced
 from spartito.steps.servers.groups import Apart, apart, check_length, members_of, tell_of_statistics
 from spartito.steps.servers.leased_batches import Leased
 from spartito.steps.servers.push import Pusher, ServedGradients
+from spartito.steps.servers.served_state import ours, watch_state
 from spartito.steps.step import Step
 from spartito.steps.task_end import serve_and_end, uncaught
 from spartito.steps.team import Team
@@ -332,7 +333,8 @@ class Push:
 
     def save(self, pair: Pair, state: Callable[[], State]) -> State:
         """As `Held.save`: what the servers have."""
-        return self.inner.save(pair, lambda: self._saved(pair))
+        with ours():
+            return self.inner.save(pair, lambda: self._saved(pair))
 
     def _saved(self, pair: Pair) -> State:
         coordination, served = self._team.coordination, self._team.served
@@ -358,12 +360,14 @@ class Push:
             else:
                 now = self.save(pair, dict)
             saved = Saved.of({**now, **given}, saved.strict)  # the servers keep theirs
-        self.inner.load(pair, saved, load)
+        with ours():
+            self.inner.load(pair, saved, load)
         if apart:
             index = team.service.group_of(team.job.task)
             group_state.loaded(coordination, pair, team.served, saved, whole, index)
-        coordination.give()
-        team.served.state.clear()
+        with ours():
+            coordination.give()
+            team.served.state.clear()
 
 
 class ServedStep(Step):
@@ -382,6 +386,7 @@ class ServedStep(Step):
         self._service, self._rules = team.service, team.service.rules
         self._loss: LossFunction | None = None
         self._deterministic = self._planned = False
+        self._end_watch: Callable[[], None] = lambda: None
         atexit.register(self.close)
 
     @property
@@ -511,6 +516,7 @@ class ServedStep(Step):
     def close(self) -> None:
         """Leave the job; the chief ends it once the workers have left."""
         self._let_go()
+        self._end_watch()
         self.coordination.failed(uncaught())
         atexit.unregister(self.close)
         self.coordination.leave()
@@ -648,6 +654,8 @@ class ServedStep(Step):
                     member, servers, self._rules, work, apart.weights, coordination
                 )
             coordination.join(job, chief, work, pusher, inside, team.member)
+            if apart is None:
+                self._end_watch = watch_state(pair.optimizer)
             if apart is None and not grouped:
                 servers.pulled = PulledValues(servers.vector, str(self.task))
                 coordination.noted()
