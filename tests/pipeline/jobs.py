@@ -454,6 +454,13 @@ class Strays(nn.Module):
         return out / (1 + self.calls)
 
 
+class Sparse(nn.Linear):
+    """Makes a sparse tensor of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to_sparse().to_dense())
+
+
 class Own(torch.optim.SGD):
     """May look at anything."""
 
@@ -471,6 +478,7 @@ def refused(model: str, options: dict[str, Any]) -> str:
         "small": nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)),
         "branches": Branches(),
         "keeps": Keeps(3),
+        "sparse": Sparse(3, 3),
         "often": nn.Sequential(nn.Embedding(3, 3, scale_grad_by_freq=True), nn.Linear(3, 3)),
         "own": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)),
         "own, by parameter": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)),

@@ -156,6 +156,7 @@ def are_those_of_plain_torch(
         ("small", 2, {"split": ["0"]}, "each stage needs operations"),
         ("writes", 2, {}, r"sub_\(\) changes its input in place|__setitem__\(\) changes its input"),
         ("averages", 2, {}, r"mul_\(\) writes into its parameter 'second.weight', once for each"),
+        ("sparse", 1, {}, "a sparse_coo tensor under pipeline"),
         ("often", 2, {}, "scale_grad_by_freq of 0, Embedding"),
         ("own", 2, {}, "Own may look at all parameters at once"),
         ("own, by parameter", 2, {}, "^$"),
