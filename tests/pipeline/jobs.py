@@ -637,10 +637,10 @@ def two_optimizers(part: bool) -> list[str]:
     return said
 
 
-def averaged(crosses: bool, keeps: bool) -> str:
+def averaged(crosses: bool, how: str) -> str:
     """What is said of a callback that averages one layer into another, "" where they are on one.
 
-    It ``keeps`` the parameters, or takes them from the model each time.
+    It "keeps" the parameters, takes them from the model each time, or asks for its "state".
     """
     torch.manual_seed(0)
     layers = [nn.Linear(3, 3, dtype=torch.float64) for _ in range(4)]
@@ -650,7 +650,10 @@ def averaged(crosses: bool, keeps: bool) -> str:
 
     class Average(sp.Callback):
         def on_train_batch_end(self, batch: int, logs: Any) -> None:
-            target, source = kept if keeps else [layer.weight for layer in chosen]
+            strategy.state_dict()
+            if how == "state":
+                net.state_dict()
+            target, source = kept if how == "keeps" else [layer.weight for layer in chosen]
             target.data.mul_(0.9).add_(source.data, alpha=0.1)
 
     x = torch.randn(8, 3, dtype=torch.float64)
