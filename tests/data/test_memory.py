@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from spartito.data.collate import take
 from spartito.data.memory import Arrays
 from spartito.errors import UserError
 
@@ -93,3 +94,16 @@ def test_how_many_batches_are_copied_together() -> None:
     assert Arrays(sparse).at_once(1) == 1
     assert torch.equal(Arrays(sparse).gather(torch.tensor([2])).to_dense(), torch.eye(4)[2:3])
     assert Arrays(torch.zeros(4, requires_grad=True)).at_once(1) == 1
+
+
+def test_rows_of_sparse_tensors_and_of_nested_ones() -> None:
+    one = torch.eye(3)
+    sparse = Arrays(one.to_sparse(), one)
+    for which in (slice(1, 3), torch.tensor([2, 0])):
+        for got in (sparse.gather(which), take((one.to_sparse(), one), which)):
+            assert [torch.equal(part.to_dense(), one[which]) for part in got] == [True, True]
+    ragged = torch.nested.nested_tensor([torch.ones(n) for n in (1, 2, 3)], layout=torch.jagged)
+    with pytest.raises(UserError, match="data in a nested tensor, of which no rows"):
+        Arrays(ragged, one)
+    with pytest.raises(UserError, match="data in a nested tensor, of which no rows"):
+        take((ragged, one), slice(0, 2))

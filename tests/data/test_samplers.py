@@ -144,6 +144,10 @@ def test_samplers_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     endless = as_dataset(DataLoader(Numbers(), batch_size=8, sampler=Endless()))
     with pytest.raises(UserError, match=r"Endless seems to have no end: 9,1.. examples in pass 0"):
         next(iter(Loader(endless)))
+    empties: list[list[list[int]]] = [[[0, 1], []], [[]]]
+    for empty in empties:
+        with pytest.raises(UserError, match=r"list drew batch \d of pass 0 without an example"):
+            next(iter(Loader(as_dataset(DataLoader(Numbers(), batch_sampler=empty)))))
     texts: Any = ["a", "b"]
     with pytest.raises(UserError, match="list draws no numbers of examples"):
         next(iter(Loader(as_dataset(DataLoader(Numbers(), batch_size=2, sampler=texts)))))

@@ -457,6 +457,13 @@ class Strays(nn.Module):
         return out / (1 + self.calls)
 
 
+class Sparse(nn.Linear):
+    """Makes a sparse tensor of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to_sparse().to_dense())
+
+
 class Own(torch.optim.SGD):
     """May look at anything."""
 
@@ -474,6 +481,7 @@ def refused(model: str, options: dict[str, Any]) -> str:
         "small": nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)),
         "branches": Branches(),
         "keeps": Keeps(3),
+        "sparse": Sparse(3, 3),
         "often": nn.Sequential(nn.Embedding(3, 3, scale_grad_by_freq=True), nn.Linear(3, 3)),
         "own": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)),
         "own, by parameter": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)),
@@ -632,10 +640,10 @@ def two_optimizers(part: bool) -> list[str]:
     return said
 
 
-def averaged(crosses: bool, keeps: bool) -> str:
+def averaged(crosses: bool, how: str) -> str:
     """What is said of a callback that averages one layer into another, "" where they are on one.
 
-    It ``keeps`` the parameters, or takes them from the model each time.
+    It "keeps" the parameters, takes them from the model each time, or asks for its "state".
     """
     torch.manual_seed(0)
     layers = [nn.Linear(3, 3, dtype=torch.float64) for _ in range(4)]
@@ -645,7 +653,10 @@ def averaged(crosses: bool, keeps: bool) -> str:
 
     class Average(sp.Callback):
         def on_train_batch_end(self, batch: int, logs: Any) -> None:
-            target, source = kept if keeps else [layer.weight for layer in chosen]
+            strategy.state_dict()
+            if how == "state":
+                net.state_dict()
+            target, source = kept if how == "keeps" else [layer.weight for layer in chosen]
             target.data.mul_(0.9).add_(source.data, alpha=0.1)
 
     x = torch.randn(8, 3, dtype=torch.float64)

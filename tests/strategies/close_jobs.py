@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import spartito as sp
+from spartito.notes import logger
 from spartito.strategies import Strategy
 from tests.replicas import warns
 
@@ -119,6 +121,20 @@ def without_strategy(name: str, kind: str) -> list[Tensor] | str:
     except sp.UserError as error:
         return str(error)
     return values(net)
+
+
+@warns("a strategy whose groups train apart ended without close", "every=3, and an epoch has")
+def groups_without_strategy() -> list[str]:
+    """What a task says when nobody has the strategy any more, and groups have not met."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    net, optimizer = made("SGD")
+    by_strategy(sp.strategy("local_sgd", every=3), net, optimizer)
+    gc.collect()
+    logger.removeHandler(handler)
+    return [line for line in said if "without close()" in line]
 
 
 def never_begun() -> list[Tensor]:

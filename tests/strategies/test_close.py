@@ -90,6 +90,10 @@ def test_groups_leave_the_merged_model_and_no_optimizer(replicas: Replicas) -> N
         assert "whose state was each group's own under a strategy that is closed" in said
 
 
+def test_groups_that_nobody_closes_are_told_of(replicas: Replicas) -> None:
+    assert [len(said) for said in replicas(jobs.groups_without_strategy, 2)] == [1, 0]
+
+
 def test_an_optimizer_whose_steps_servers_made_is_refused(replicas: Replicas) -> None:
     given: tuple[Any, ...] = ("parameter_server", {}, "", {}, "Adam", "")
     for said in replicas(jobs.go_on, 2, *given, servers=1):

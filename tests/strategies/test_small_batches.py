@@ -61,6 +61,13 @@ def test_a_pipeline_refuses_what_each_microbatch_would_change(replicas: Replicas
         run(replicas, case, jobs.by_trainer, kind="sets a buffer", examples=25, batch=6)
 
 
+def test_what_a_model_asks_of_all_replicas_leaves_spare_rows_out(replicas: Replicas) -> None:
+    """Nor does a trial pass ask those that make none."""
+    (right,) = replicas(jobs.asking, 1, "one_device")
+    for found in replicas(jobs.asking, 3, "mirrored"):
+        assert found == pytest.approx(right, rel=0, abs=1e-12)
+
+
 def test_data_sets_of_torch_bring_spare_rows_too(replicas: Replicas) -> None:
     options = {"kind": "view", "examples": 26, "batch": 6}
     found = run(replicas, THREE, jobs.by_trainer, stream=True, **options)

@@ -97,6 +97,19 @@ def test_without_an_optimizer_one_can_only_look() -> None:
     assert set(figures) == {"loss"}
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_models_of_torchscript_are_refused(deterministic: bool) -> None:
+    script = torch.jit.script(nn.Linear(2, 1))
+    for made in (script, nn.Sequential(script)) if deterministic else (script,):
+        optimizer = torch.optim.SGD(made.parameters(), 0.1)
+        with pytest.raises(UserError, match=r"Linear, is compiled by torch\.jit"):
+            sp.Trainer(
+                made, optimizer=optimizer, loss=nn.MSELoss(), strategy=sp.OneDeviceStrategy(),
+                deterministic=deterministic,
+            )  # fmt: skip
+
+
 def test_lbfgs_is_for_loops_of_ones_own() -> None:
     """Its step computes the loss several times."""
     model, (x, y) = net(), data()

@@ -118,6 +118,35 @@ def _counts(data: Any) -> Iterator[int]:
             yield from _counts(part)
 
 
+def rows_of(tensor: Tensor, which: Tensor | slice) -> Tensor:
+    """Some rows of a tensor, whatever its layout is.
+
+    Raises:
+        UserError: Torch takes no rows of such a tensor.
+    """
+    check_rows(tensor)
+    if tensor.layout is torch.strided:
+        return tensor[which]
+    if isinstance(which, slice):
+        which = torch.arange(*which.indices(len(tensor)))
+    return tensor.index_select(0, which.to(tensor.device))
+
+
+def check_rows(tensor: Tensor) -> None:
+    """Refuse a tensor of which torch takes no rows.
+
+    Raises:
+        UserError: It is nested, or sparse in another way than COO.
+    """
+    if tensor.is_nested or tensor.layout not in (torch.strided, torch.sparse_coo):
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise UserError(
+            f"data in a {kind} tensor, of which no rows can be taken",
+            "Give dense tensors (to_dense(), to_padded_tensor()) or sparse ones in COO "
+            "(to_sparse()), and make the other form in the model's forward pass.",
+        )
+
+
 def _length(part: Any) -> int | None:
     """The items of a part of a batch, None where it has none."""
     if isinstance(part, Tensor):
@@ -141,7 +170,7 @@ def take(data: Any, which: Tensor | slice) -> Any:
     Numbers and tensors of one are of the batch as a whole, and stay.
     """
     if isinstance(data, Tensor):
-        return data[which] if data.dim() else data
+        return rows_of(data, which) if data.dim() else data
     if isinstance(data, tuple):
         return _alike_tuple(data, [take(part, which) for part in data])
     if isinstance(data, list):
@@ -214,7 +243,7 @@ def without_rows(data: Any, size: int) -> Any:
     """What a batch of ``size`` examples looks like without any."""
     found = head(data, 0, size)
     return (
-        rows(data, lambda tensor: tensor[:0] if tensor.dim() else tensor)
+        rows(data, lambda tensor: rows_of(tensor, slice(0)) if tensor.dim() else tensor)
         if found is None
         else found
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from spartito.data.collate import leaves, rows
+from spartito.data.collate import check_rows, leaves, rows, rows_of
 from spartito.data.hugging_face import TableSource
 from spartito.data.placing import HOST, Placing
 from spartito.data.source import Source
@@ -36,6 +36,8 @@ class Arrays:
     def __init__(self, *arrays: Any) -> None:
         alone = len(arrays) == 1 and not _is_nested(arrays[0])
         self._tree = _tree(arrays[0]) if alone else tuple(_tree(array) for array in arrays)
+        for tensor in leaves(self._tree):
+            check_rows(tensor)
         sizes = [len(tensor) if tensor.dim() else None for tensor in leaves(self._tree)]
         if not sizes:
             raise UserError("arrays() got no array", "Give x, or x and y.")
@@ -59,7 +61,7 @@ class Arrays:
     def stretch(self, start: int, stop: int) -> Arrays:
         """The examples from ``start`` to before ``stop``, of the same memory."""
         made = copy(self)
-        made._tree = rows(self._tree, lambda tensor: tensor[start:stop])
+        made._tree = rows(self._tree, lambda tensor: rows_of(tensor, slice(start, stop)))
         made._size = stop - start
         return made
 
@@ -70,7 +72,7 @@ class Arrays:
     def gather(self, indices: slice | Tensor) -> Any:
         """The rows at ``indices``, copied."""
         if isinstance(indices, slice):
-            return rows(self._tree, lambda tensor: tensor[indices].clone())
+            return rows(self._tree, lambda tensor: rows_of(tensor, indices).clone())
         return rows(self._tree, lambda tensor: tensor.index_select(0, indices))
 
     def at_once(self, size: int) -> int:

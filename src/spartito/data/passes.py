@@ -173,6 +173,12 @@ def draw(
         batches, drawn = list[Tensor](), 0
         for batch in batch_sampler:
             batches.append(_numbers(batch, batch_sampler))
+            if not len(batches[-1]):
+                raise UserError(
+                    f"{describe_sampler(batch_sampler)} drew batch {len(batches)} of pass {epoch} "
+                    "without an example",
+                    "Leave such batches out: a mean over none is no number.",
+                )
             drawn += len(batches[-1])
             if most is not None and drawn > most:
                 raise UserError(

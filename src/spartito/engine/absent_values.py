@@ -18,6 +18,17 @@ class RefusingAbsent(TorchFunctionMode):
     nothing.
     """
 
+    active = 0
+    """How many such blocks there are now, one in the other."""
+
+    def __enter__(self) -> Any:
+        RefusingAbsent.active += 1
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        RefusingAbsent.active -= 1
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

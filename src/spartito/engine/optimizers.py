@@ -137,6 +137,23 @@ def check_undivided(model: nn.Module, optimizer: Optimizer | None = None) -> Non
         )
 
 
+def check_no_script(model: nn.Module, deterministic: bool) -> None:
+    """Refuse a model of TorchScript, whose modules show their tensors to Python as copies.
+
+    Args:
+        model: Any; a part of it may be a script where nothing looks into that.
+        deterministic: Whether its buffers and random numbers are looked at.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and (deterministic or module is model):
+            name = getattr(module, "original_name", type(module).__name__)
+            raise UserError(
+                f"{path or 'the model'}, {name}, is compiled by torch.jit",
+                "Train the module that was given to torch.jit, and script or trace it afterwards. "
+                "Or take torch.compile.",
+            )
+
+
 def has_part(model: nn.Module) -> bool:
     """Whether this task has shards of the model's parameters, or some of its stages."""
     return any(DIVIDED in vars(module) for module in model.modules()) or any(

@@ -21,7 +21,7 @@ from spartito.engine.gradient_hooks import is_of_user
 from spartito.engine.keyed_draws import Drawing, Fill, Shape, filled
 from spartito.engine.logged import listening
 from spartito.engine.step_context import within
-from spartito.engine.trial_passes import rows_of, untouched
+from spartito.engine.trial_passes import rows_of, untouched, watching_meetings
 from spartito.errors import UserError
 from spartito.notes import note
 
@@ -37,7 +37,8 @@ def check_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     It is run with two rows, with all (three at least), and with two again, without statistics of
     BatchNorm (which has those of all replicas) and with the same random numbers for all rows. What
     it returns for other than the examples in the first dim is not compared. A model that cannot be
-    run so, or that does not give the same twice, is let be.
+    run so, or that does not give the same twice, is let be; so is one that calls `strategy.reduce`
+    or `gather` in its forward pass.
 
     Args:
         module: The model.
@@ -49,14 +50,17 @@ def check_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         UserError: Rows see each other.
     """
     found, all_, draws = [], max(size, FEW + 1), _AlikeForAll()
-    for count in (FEW, all_, FEW):
-        given = rows_of((args, kwargs), size, count)
-        if given is None:
-            return
-        try:
-            found.append(_output(module, draws, *given))
-        except Exception as error:  # as one that wants more rows; the training itself will tell
-            note("%s cannot be tried with %d rows: %r", type(module).__name__, count, error)
+    with watching_meetings() as has_met:
+        for count in (FEW, all_, FEW):
+            given = rows_of((args, kwargs), size, count)
+            if given is None:
+                return
+            try:
+                found.append(_output(module, draws, *given))
+            except Exception as error:  # as one that wants more rows; the training will tell
+                note("%s cannot be tried with %d rows: %r", type(module).__name__, count, error)
+                return
+        if has_met():  # it asks the rows of all replicas
             return
     few, many, again = ([*map(_plain, tree_leaves(each))] for each in found)
     if not len(few) == len(many) == len(again):

@@ -14,12 +14,33 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
+from spartito.data.collate import rows_of as chosen
+
 _trials = 0
+_has_met = False
 
 
 def is_trial() -> bool:
     """Whether the pass that runs leaves nothing behind."""
     return _trials > 0
+
+
+def meets_nobody() -> bool:
+    """Whether a call that meets other replicas is of a trial, which these may not make."""
+    global _has_met
+    _has_met = _has_met or is_trial()
+    return is_trial()
+
+
+@contextmanager
+def watching_meetings() -> Iterator[Callable[[], bool]]:
+    """A block of trials; what it yields tells whether one of them wanted to meet others."""
+    global _has_met
+    before, _has_met = _has_met, False
+    try:
+        yield lambda: _has_met
+    finally:
+        _has_met = before
 
 
 @contextmanager
@@ -72,7 +93,7 @@ def rows_of(inputs: Any, size: int, count: int) -> Any:
 
     def cut(value: Any) -> Any:
         if isinstance(value, Tensor) and value.dim() and value.shape[0] == size:
-            return value.detach()[torch.arange(count, device=value.device) % size]
+            return chosen(value.detach(), torch.arange(count, device=value.device) % size)
         return value
 
     if all(cut(value) is value for value in tree_leaves(inputs)):

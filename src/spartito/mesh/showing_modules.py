@@ -90,6 +90,11 @@ def saving() -> Iterator[None]:
         _saves = before
 
 
+def is_saving() -> bool:
+    """Whether such a block runs."""
+    return _saves
+
+
 @cache
 def shown(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """``kind`` whose tensors of these names are `Sharded` inside of forward passes."""

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
+from spartito.engine.absent_values import RefusingAbsent
 from spartito.engine.gradients import same
 from spartito.engine.logged import listening
 from spartito.engine.optimizers import DIVIDED
 from spartito.errors import UserError
-from spartito.mesh.showing_modules import is_inside, saving
+from spartito.mesh.showing_modules import is_inside, is_saving, saving
 from spartito.notes import warn
 from spartito.pipeline.branches import goes
 from spartito.pipeline.cut import Cut
@@ -158,6 +159,13 @@ class PipedModel:
 
     def _leave_out(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """From the model's ``state_dict()`` what other tasks keep."""
+        if RefusingAbsent.active and not is_saving() and len(self.own) < self.stages:
+            raise UserError(
+                f"state_dict() of a {type(self.model).__name__} in a callback under pipeline, "
+                "where each task has a part of it",
+                "Take strategy.state_dict()['model'] or trainer.save_weights(path), which all "
+                "tasks call; an average of the model needs mirrored or sharded.",
+            )
         for key in [key for key in state if key.startswith(prefix)]:
             name = key.removeprefix(prefix)
             value = state[key]

@@ -92,6 +92,12 @@ def is_mask(index: Any) -> bool:
 
 
 def _memory_of(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        raise UserError(
+            f"a {str(tensor.layout).removeprefix('torch.')} tensor under pipeline, which records "
+            "operations on dense ones",
+            "Give its indices and values, or take mirrored or sharded.",
+        )
     memory: int = tensor.untyped_storage()._cdata
     return memory
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -140,7 +140,7 @@ class WholeModel:
             output, found = self._forward(pair, batch, loss)
             self.backward([pair], found, batch)
         elif self._division.runs_without_rows:
-            with keeping_statistics(pair.model):
+            with keeping_statistics(pair.model), spare_rows():
                 found = self._forward(pair, of_spare_rows(batch), loss)[1]
                 self.backward([pair], structs.replace(found, weight=0.0), batch)
         else:
@@ -155,7 +155,8 @@ class WholeModel:
         if self._division.divides:
             look_at_norms(pair)
         batch = in_dtype(batch if has_rows else of_spare_rows(batch), pair.dtype)
-        with torch.no_grad(), autocast(pair.precision, self._division.device):
+        spare = nullcontext() if has_rows else spare_rows()
+        with torch.no_grad(), autocast(pair.precision, self._division.device), spare:
             if loss is None:
                 output, found = self._look_at_own(pair, batch)
             else:
@@ -172,7 +173,8 @@ class WholeModel:
             look_at_norms(pair)
         runs_spare = not batch.size and self._division.runs_without_rows
         data = in_dtype(of_spare_rows(batch) if runs_spare else batch, pair.dtype).data
-        with torch.no_grad(), autocast(pair.precision, self._division.device):
+        spare = spare_rows() if runs_spare else nullcontext()
+        with torch.no_grad(), autocast(pair.precision, self._division.device), spare:
             output = self._output(pair, data, has_loss)
         if runs_spare:
             output = no_rows(output)
@@ -342,6 +344,25 @@ def look_at_norms(pair: Pair) -> None:
     """
     if not pair.norms_told:
         pair.norms_told = check_evaluation(pair.model, pair.randomness is not None)
+
+
+_are_spare = False
+
+
+@contextmanager
+def spare_rows() -> Iterator[None]:
+    """A block that computes with rows which count for nothing."""
+    global _are_spare
+    before, _are_spare = _are_spare, True
+    try:
+        yield
+    finally:
+        _are_spare = before
+
+
+def are_spare() -> bool:
+    """Whether what is computed now counts for nothing, also in what a model asks of others."""
+    return _are_spare
 
 
 def of_spare_rows(batch: Batch) -> Batch:

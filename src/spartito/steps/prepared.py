@@ -210,14 +210,35 @@ def take(parameters: Sequence[nn.Parameter], others: Sequence[Pair]) -> None:
             pair.taken += sum(id(parameter) in used for parameter in pair.gradients.parameters)
 
 
+@dataclass
+class LoopState:
+    """What is to be known of a loop of the user's own when its strategy is gone.
+
+    Attributes:
+        unseen: As `Pairs.unseen`.
+        in_groups: Whether this is the chief of groups that train apart.
+    """
+
+    unseen: bool = False
+    in_groups: bool = False
+
+
 class Pairs:
     """All that a strategy has prepared, and which of it is meant."""
 
     def __init__(self) -> None:
         self.all: list[Pair] = []
         self.used: Pair | None = None
-        self.unseen = False
+        self.state = LoopState()
+
+    @property
+    def unseen(self) -> bool:
         """Whether a loop of the user's own got batches since the replicas were compared last."""
+        return self.state.unseen
+
+    @unseen.setter
+    def unseen(self, unseen: bool) -> None:
+        self.state.unseen = unseen
 
     def add(self, pair: Pair) -> None:
         """Keep a pair, in place of an older one with the same optimizer."""

@@ -24,6 +24,7 @@ from spartito.checkpoint.saved_state import Saved
 from spartito.checkpoint.saving import CopyMemory, Tasks, Unwritten, gather_together, save_together
 from spartito.checkpoint.write_plan import Local
 from spartito.cluster.spec import NO_RANK, ClusterSpec, Task
+from spartito.collectives.collective import IdentityCollective
 from spartito.collectives.process_group import works_there
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
@@ -56,6 +57,7 @@ from spartito.engine.optimizers import (
     check_initialized,
     check_lookups,
     check_members,
+    check_no_script,
     check_optimizer,
     check_undivided,
     fuse,
@@ -78,6 +80,7 @@ from spartito.engine.step_context import (
     enter_none,
     leave,
 )
+from spartito.engine.trial_passes import meets_nobody
 from spartito.errors import SpartitoError, UserError
 from spartito.mesh.placing import hidden
 from spartito.names import nearest
@@ -85,12 +88,12 @@ from spartito.notes import note, warn
 from spartito.outer.group_values import Replicas, Values
 from spartito.outer.joined_groups import JoinedGroups
 from spartito.steps.batches import Placed, Together
-from spartito.steps.computation import Evaluated, WholeModel, no_gradient
+from spartito.steps.computation import Evaluated, WholeModel, are_spare, no_gradient
 from spartito.steps.coordination import Coordination
 from spartito.steps.distributed import Distributed, StepResult
 from spartito.steps.groups import Groups
 from spartito.steps.parts import Parts, Settings, State
-from spartito.steps.prepared import Pair, check_taken, check_unchanged, take, tensors_of
+from spartito.steps.prepared import LoopState, Pair, check_taken, check_unchanged, take, tensors_of
 from spartito.steps.state_parts import (
     load_model,
     names_of_all,
@@ -99,6 +102,7 @@ from spartito.steps.state_parts import (
     saved_optimizer,
     take_apart,
 )
+from spartito.steps.task_end import uncaught
 from spartito.steps.team import Team
 
 
@@ -130,7 +134,7 @@ class Step:
         heartbeat.begin()
         divide_cores(team.cluster)
         team.form(parts)
-        self._leave = weakref.finalize(self, _leave, team.closing, team.groups)
+        self._leave = weakref.finalize(self, _leave, team.closing, team.groups, team.pairs.state)
 
     # Who is there
 
@@ -188,6 +192,7 @@ class Step:
         self.parts.exchange.check(optimizer, settings)
         if team.cluster.world_size > 1 or team.cluster.addresses.get("ps"):
             check_initialized(model)
+        check_no_script(model, settings.deterministic)
         check_undivided(model)
         check_shown(model, team.pairs.has)
         divided_state.check_state(optimizer)
@@ -234,6 +239,7 @@ class Step:
                 synchronized,
             )  # fmt: skip
         team.pairs.add(pair)
+        team.pairs.state.in_groups = team.is_chief and not team.outer.is_whole
         belong(whole, weakref.WeakMethod(self._present), again=True)
         ask_before_steps(made, self._step_by_hand, self._after_steps(gradients))
         step = weakref.proxy(self)  # who lets go of a strategy leaves its groups
@@ -647,24 +653,36 @@ class Step:
             device = self.team.device
             value = torch.tensor(value, dtype=kind_of(device).exact, device=device)
         value, group = value.detach(), self.groups.data
+        if meets_nobody():
+            group = IdentityCollective()
         with self.coordination.during("reduce"):
+            counts = not are_spare()
             if op == "sum":
-                return group.all_reduce(value.clone())
+                return group.all_reduce(value.clone() if counts else torch.zeros_like(value))
             if op == "mean":
                 total = wide(value).sum()
                 both = torch.stack([total, torch.full_like(total, value.numel())])
+                if not counts:
+                    both.zero_()
                 group.all_reduce(both)
                 return both[0].div(both[1]).to(torch.promote_types(value.dtype, torch.float32))
             if op in ("max", "min"):
+                if not counts:
+                    about = torch.finfo if value.is_floating_point() else torch.iinfo
+                    ends = about(value.dtype)
+                    value = torch.full_like(value, ends.min if op == "max" else ends.max)
                 parts = torch.stack(group.all_gather(value))
                 return parts.amax(0) if op == "max" else parts.amin(0)
         raise UserError(f"reduce({op!r})", nearest(op, ("sum", "mean", "max", "min")))
 
     def gather(self, rows: Tensor) -> Tensor:
         """As `Strategy.gather`."""
+        if meets_nobody():
+            return rows.detach()
         with self.coordination.during("gather"):
             # Nowhere with a gradient: that of others' losses does not come here.
-            return torch.cat(self.groups.data.all_gather_rows(rows.detach()))
+            given = rows.detach()[:0] if are_spare() else rows.detach()
+            return torch.cat(self.groups.data.all_gather_rows(given))
 
     def synchronize(self) -> None:
         """As `Strategy.synchronize`."""
@@ -877,12 +895,18 @@ class Step:
         self.close()
 
 
-def _leave(closing: Sequence[Callable[[], object]], groups: Groups) -> None:
+def _leave(closing: Sequence[Callable[[], object]], groups: Groups, state: LoopState) -> None:
     """Leave the groups: by `close`, with the strategy, or when the process ends.
 
     gloo aborts a process that ends with its group open. DDP goes first: else letting go of it would
     wait for the group's threads with the interpreter's lock, which one of them may want.
     """
+    if state.in_groups and state.unseen and uncaught() is None:
+        warn(
+            "a strategy whose groups train apart ended without close(): what they have learned "
+            "since they met last is each group's own. Call strategy.close() before the model is "
+            "used, or write `with strategy:`"
+        )
     for close in closing:
         close()
     groups.close()

@@ -41,7 +41,7 @@ def ours() -> Iterator[None]:
         _are_ours = before
 
 
-def guard_state(optimizer: Optimizer) -> Callable[[], None]:
+def watch_state(optimizer: Optimizer) -> Callable[[], None]:
     """Have a script refused that loads or begins anew what servers have.
 
     Args:

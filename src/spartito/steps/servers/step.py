@@ -66,7 +66,7 @@ from spartito.steps.servers.group_push import GroupPusher, Member, Reduced
 from spartito.steps.servers.groups import Apart, apart, check_length, members_of, tell_of_statistics
 from spartito.steps.servers.leased_batches import Leased
 from spartito.steps.servers.push import Pusher, ServedGradients
-from spartito.steps.servers.served_state import guard_state, ours
+from spartito.steps.servers.served_state import ours, watch_state
 from spartito.steps.step import Step
 from spartito.steps.task_end import serve_and_end, uncaught
 from spartito.steps.team import Team
@@ -386,7 +386,7 @@ class ServedStep(Step):
         self._service, self._rules = team.service, team.service.rules
         self._loss: LossFunction | None = None
         self._deterministic = self._planned = False
-        self._end_guard: Callable[[], None] = lambda: None
+        self._end_watch: Callable[[], None] = lambda: None
         atexit.register(self.close)
 
     @property
@@ -516,7 +516,7 @@ class ServedStep(Step):
     def close(self) -> None:
         """Leave the job; the chief ends it once the workers have left."""
         self._let_go()
-        self._end_guard()
+        self._end_watch()
         self.coordination.failed(uncaught())
         atexit.unregister(self.close)
         self.coordination.leave()
@@ -655,7 +655,7 @@ class ServedStep(Step):
                 )
             coordination.join(job, chief, work, pusher, inside, team.member)
             if apart is None:
-                self._end_guard = guard_state(pair.optimizer)
+                self._end_watch = watch_state(pair.optimizer)
             if apart is None and not grouped:
                 servers.pulled = PulledValues(servers.vector, str(self.task))
                 coordination.noted()
