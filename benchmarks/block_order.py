@@ -18,8 +18,8 @@ from benchmarks.common import (
     progress,
 )
 from spartito.data.dataset import Dataset
-from spartito.data.order import Indices
-from spartito.data.packaged import split_digits
+from spartito.data.reading.order import Indices
+from spartito.data.sets.packaged import split_digits
 
 
 class Sorted(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):

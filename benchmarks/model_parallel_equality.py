@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import spartito as sp
 from benchmarks.common import Figure, announce, conclude, parser
-from spartito.engine.randomness import globalize
+from spartito.engine.randomness.global_randomness import globalize
 from spartito.engine.step_context import StepContext, enter
 from spartito.models import GPT, CatsVsDogs, MnistMLP
 from tests.replicas import Replicas

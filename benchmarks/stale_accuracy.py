@@ -104,7 +104,7 @@ def train(
     import torch
 
     import spartito as sp
-    from spartito.data.packaged import split_digits
+    from spartito.data.sets.packaged import split_digits
     from spartito.ps.client.vector import SpanCopies, Vector
     from spartito.ps.protocol.layout import Span
     from spartito.ps.protocol.memory import allocate

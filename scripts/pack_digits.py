@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from spartito.data.idx_format import find_idx
-from spartito.data.packaged import FILE
+from spartito.data.sets.idx_format import find_idx
+from spartito.data.sets.packaged import FILE
 
 PACKAGED = Path(__file__).parents[1] / "src/spartito/data" / FILE
 

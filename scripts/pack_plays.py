@@ -12,7 +12,7 @@ import gzip
 import re
 from pathlib import Path
 
-from spartito.data.text import FILE
+from spartito.data.sets.text import FILE
 
 PACKAGED = Path(__file__).parents[1] / "src/spartito/data" / FILE
 PLAYS = ("hamlet", "julius_caesar", "lear", "macbeth", "othello", "romeo_and_juliet")

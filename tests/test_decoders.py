@@ -8,7 +8,7 @@ import sys
 SCRIPT = """
 import os, socket, sys, threading
 import msgspec
-from spartito.collectives.versions import Versions
+from spartito.collectives.membership.versions import Versions
 from spartito.ps.protocol.messages import Hello, Request
 from spartito.wire.frames import Wire
 

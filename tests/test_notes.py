@@ -12,7 +12,7 @@ before = dict(os.environ)
 import spartito
 assert before == dict(os.environ), "the import writes into the environment"
 from torch.distributed import TCPStore
-from spartito.collectives.store import quiet_torch
+from spartito.collectives.membership.store import quiet_torch
 quiet_torch()
 assert before == dict(os.environ)
 keeper = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

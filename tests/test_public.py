@@ -280,10 +280,10 @@ def test_imports_go_down_only() -> None:
 @pytest.mark.parametrize(
     ("own", "name", "wrong"),
     [
-        ("spartito.data.loader", "spartito.training.loops.training_loop", "above"),
+        ("spartito.data.reading.loader", "spartito.training.loops.training_loop", "above"),
         ("spartito.ps.server.store", "spartito.ps.client.link", "beside"),
         ("spartito.wire.frames", "spartito.ps.job", "above"),
-        ("spartito.launch.hosts.job", "spartito.data.loader", "launch may not"),
+        ("spartito.launch.hosts.job", "spartito.data.reading.loader", "launch may not"),
         ("spartito.cli.run", "spartito.made_up", "above"),
         ("spartito.ps.server.store", "spartito.wire.frames", ""),
         ("spartito.launch.hosts.job", "spartito.launch.processes.local", ""),

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from spartito.cluster import resolve
-from spartito.collectives import placement
+from spartito.collectives.membership import placement
 from spartito.errors import UserError
 from spartito.system import ENV_PORTABLE, fences, linux, portable
 from spartito.system.files import temporary_folder
@@ -58,8 +58,8 @@ OF_LINUX = ("chaos", "launch/containers", "launch/kubernetes", "launch/lines")
 INFORMS = {
     "comparison/load.py": {"getrusage"},  # of children, in seconds: as everywhere
     "comparison/run.py": {"platform.machine", "platform.system"},
-    "collectives/store.py": {"CDLL"},  # torch's own library
-    "engine/denormals.py": {"CDLL"},  # the same
+    "collectives/membership/store.py": {"CDLL"},  # torch's own library
+    "engine/devices/denormals.py": {"CDLL"},  # the same
     "doctor/report.py": {"/dev/shm free"},  # a column of a table
 }
 """What other files may name, and why."""

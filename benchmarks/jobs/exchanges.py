@@ -33,7 +33,7 @@ from benchmarks.jobs.bare_servers import (
     SocketServer,
 )
 from benchmarks.jobs.steps import adam
-from spartito.collectives.versions import Versions
+from spartito.collectives.membership.versions import Versions
 from spartito.ps.client.link import Address, Link
 from spartito.ps.client.servers import Servers
 from spartito.ps.client.vector import Vector

@@ -12,7 +12,7 @@ import torch
 
 from spartito.cluster.resolver import resolve
 from spartito.collectives.collective import Collective
-from spartito.collectives.rendezvous import connect
+from spartito.collectives.membership.rendezvous import connect
 from spartito.wire.addresses import split_address
 
 TIMEOUT = 60.0

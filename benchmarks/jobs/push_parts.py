@@ -25,7 +25,7 @@ from benchmarks.jobs.asynchronous import meet
 from benchmarks.jobs.plain import Work, make_work
 from benchmarks.jobs.steps import adam
 from spartito.data.batch import Batch
-from spartito.engine import fused_update
+from spartito.engine.updates import fused_update
 from spartito.ps.client.link import Link
 from spartito.ps.client.servers import Servers
 from spartito.ps.server.connection import Connection

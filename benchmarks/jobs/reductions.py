@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from spartito.collectives.collective import Collective
-from spartito.collectives.shared_memory import Cores, SharedMemoryCollective
-from spartito.collectives.store import Membership
-from spartito.collectives.tcp import SocketCollective
-from spartito.collectives.torch_store import OfTorch
+from spartito.collectives.membership.store import Membership
+from spartito.collectives.membership.torch_store import OfTorch
+from spartito.collectives.memory.shared_memory import Cores, SharedMemoryCollective
+from spartito.collectives.sockets.tcp import SocketCollective
 from spartito.system.capacity import cgroup_quota
 from spartito.wire.addresses import DRAWN, Endpoint
 

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import spartito as sp  # noqa: E402
-from spartito.data.packaged import load_digits  # noqa: E402
+from spartito.data.sets.packaged import load_digits  # noqa: E402
 from spartito.recipes.gpt import next_character  # noqa: E402
 
 STEPS = 2

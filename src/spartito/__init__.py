@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from spartito import data, extend, models
     from spartito.cluster.spec import ClusterSpec, Task
     from spartito.data.batch import Batch
-    from spartito.engine.compression import PowerSGD
+    from spartito.engine.gradients.compression import PowerSGD
     from spartito.engine.logged import log
-    from spartito.engine.seed import seed_everything
-    from spartito.engine.value_recipes import meta
+    from spartito.engine.meta.value_recipes import meta
+    from spartito.engine.randomness.seed import seed_everything
     from spartito.launch import Launch as _Launch
     from spartito.strategies import (
         CentralStorageStrategy,
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     )
     from spartito.training import callbacks, metrics
     from spartito.training.callback import Callback
+    from spartito.training.files.weights import load_model
     from spartito.training.history import History
     from spartito.training.summary import summary
     from spartito.training.trainer import Trainer
-    from spartito.training.weights import load_model
 
     launch: _Launch
 
@@ -71,16 +71,16 @@ __getattr__ = _attach(
         "OneDeviceStrategy": "spartito.strategies",
         "ParameterServerStrategy": "spartito.strategies",
         "PipelineStrategy": "spartito.strategies",
-        "PowerSGD": "spartito.engine.compression",
+        "PowerSGD": "spartito.engine.gradients.compression",
         "ShardedStrategy": "spartito.strategies",
         "Strategy": "spartito.strategies",
         "TPUStrategy": "spartito.strategies",
         "Task": "spartito.cluster.spec",
         "Trainer": "spartito.training.trainer",
-        "load_model": "spartito.training.weights",
+        "load_model": "spartito.training.files.weights",
         "log": "spartito.engine.logged",
-        "meta": "spartito.engine.value_recipes",
-        "seed_everything": "spartito.engine.seed",
+        "meta": "spartito.engine.meta.value_recipes",
+        "seed_everything": "spartito.engine.randomness.seed",
         "strategy": "spartito.strategies",
         "summary": "spartito.training.summary",
     },

@@ -8,26 +8,26 @@ if TYPE_CHECKING:
     from spartito.cluster.resolver import Resolver
     from spartito.cluster.spec import ClusterSpec, Task
     from spartito.collectives.collective import Collective, Traffic
-    from spartito.collectives.rendezvous import Rendezvous
+    from spartito.collectives.membership.rendezvous import Rendezvous
     from spartito.data.batch import Batch
-    from spartito.engine.loss import LossFunction
-    from spartito.engine.optimizers import OptimizerLike
+    from spartito.engine.losses.loss import LossFunction
+    from spartito.engine.updates.optimizers import OptimizerLike
     from spartito.launch.job import JobSpec, Launcher
     from spartito.registry import StrategyInfo
-    from spartito.steps.all_reduce import AllReduce
-    from spartito.steps.computation import Computation, WholeModel
     from spartito.steps.coordination import Coordination, SynchronousCoordination
     from spartito.steps.distributed import Distributed, Figures, StepResult
+    from spartito.steps.exchanges.all_reduce import AllReduce
+    from spartito.steps.exchanges.sharded import Sharded
     from spartito.steps.groups import Groups
-    from spartito.steps.outer_loop import OuterLoop
+    from spartito.steps.outer_loops.outer_loop import OuterLoop
     from spartito.steps.parts import Exchange, Parts, Placement, Settings, Whole
+    from spartito.steps.placements.computation import Computation, WholeModel
+    from spartito.steps.placements.replicated import Replicated
+    from spartito.steps.placements.tensor_parallel import TensorParallel
     from spartito.steps.prepared import Pair
     from spartito.steps.recovery import Recovering
-    from spartito.steps.replicated import Replicated
-    from spartito.steps.sharded import Sharded
     from spartito.steps.step import Step
     from spartito.steps.team import Team
-    from spartito.steps.tensor_parallel import TensorParallel
     from spartito.steps.topology import Grid, OneShardEach, Topology
     from spartito.strategies import Strategy
     from spartito.training.callback import Callback, Logs, Training
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 __getattr__ = _attach(
     __name__,
     {
-        "AllReduce": "spartito.steps.all_reduce",
+        "AllReduce": "spartito.steps.exchanges.all_reduce",
         "Batch": "spartito.data.batch",
         "Callback": "spartito.training.callback",
         "ClassMetric": "spartito.training.metrics.classification",
         "ClusterSpec": "spartito.cluster.spec",
         "Collective": "spartito.collectives.collective",
-        "Computation": "spartito.steps.computation",
+        "Computation": "spartito.steps.placements.computation",
         "Coordination": "spartito.steps.coordination",
         "Distributed": "spartito.steps.distributed",
         "Exchange": "spartito.steps.parts",
@@ -56,21 +56,21 @@ __getattr__ = _attach(
         "Launcher": "spartito.launch.job",
         "Logger": "spartito.training.callbacks.loggers",
         "Logs": "spartito.training.callback",
-        "LossFunction": "spartito.engine.loss",
+        "LossFunction": "spartito.engine.losses.loss",
         "Metric": "spartito.training.metrics.base",
         "MetricFunction": "spartito.training.metrics.mean",
         "OneShardEach": "spartito.steps.topology",
-        "OptimizerLike": "spartito.engine.optimizers",
-        "OuterLoop": "spartito.steps.outer_loop",
+        "OptimizerLike": "spartito.engine.updates.optimizers",
+        "OuterLoop": "spartito.steps.outer_loops.outer_loop",
         "Pair": "spartito.steps.prepared",
         "Parts": "spartito.steps.parts",
         "Placement": "spartito.steps.parts",
         "Recovering": "spartito.steps.recovery",
-        "Rendezvous": "spartito.collectives.rendezvous",
-        "Replicated": "spartito.steps.replicated",
+        "Rendezvous": "spartito.collectives.membership.rendezvous",
+        "Replicated": "spartito.steps.placements.replicated",
         "Resolver": "spartito.cluster.resolver",
         "Settings": "spartito.steps.parts",
-        "Sharded": "spartito.steps.sharded",
+        "Sharded": "spartito.steps.exchanges.sharded",
         "State": "spartito.training.metrics.base",
         "Step": "spartito.steps.step",
         "StepResult": "spartito.steps.distributed",
@@ -79,13 +79,13 @@ __getattr__ = _attach(
         "SynchronousCoordination": "spartito.steps.coordination",
         "Task": "spartito.cluster.spec",
         "Team": "spartito.steps.team",
-        "TensorParallel": "spartito.steps.tensor_parallel",
+        "TensorParallel": "spartito.steps.placements.tensor_parallel",
         "Topology": "spartito.steps.topology",
         "Traffic": "spartito.collectives.collective",
         "Training": "spartito.training.callback",
         "Value": "spartito.training.metrics.base",
         "Whole": "spartito.steps.parts",
-        "WholeModel": "spartito.steps.computation",
+        "WholeModel": "spartito.steps.placements.computation",
     },
 )
 

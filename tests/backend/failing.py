@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from spartito.collectives import versions
+from spartito.collectives.membership import versions
 from tests.backend.jobs import OLD, live_on
 
 Call = Callable[[], object]

@@ -11,8 +11,8 @@ import torch
 
 from spartito.accelerators import own_device
 from spartito.cluster.resolver import resolve
+from spartito.collectives.membership.rendezvous import Rendezvous
 from spartito.collectives.process_group import ProcessGroupCollective
-from spartito.collectives.rendezvous import Rendezvous
 from spartito.errors import SpartitoError
 from tests import simulated
 from tests.collectives.staged_jobs import made_by

@@ -14,7 +14,7 @@ import torch
 
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.collectives.collective import Collective
-from spartito.collectives.rendezvous import Rendezvous
+from spartito.collectives.membership.rendezvous import Rendezvous
 from tests import stacks
 from tests.commands import free_port
 from tests.processes import context

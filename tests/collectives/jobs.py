@@ -22,13 +22,13 @@ import torch.distributed as dist
 
 from spartito.collectives.collective import Collective
 from spartito.collectives.hierarchical import HierarchicalCollective
-from spartito.collectives.placement import Placement
+from spartito.collectives.membership.placement import Placement
+from spartito.collectives.membership.rendezvous import connect
+from spartito.collectives.membership.store import Membership
+from spartito.collectives.membership.torch_store import OfTorch
+from spartito.collectives.memory.shared_memory import SharedMemoryCollective
 from spartito.collectives.process_group import ProcessGroupCollective
-from spartito.collectives.rendezvous import connect
-from spartito.collectives.shared_memory import SharedMemoryCollective
-from spartito.collectives.store import Membership
-from spartito.collectives.tcp import SocketCollective
-from spartito.collectives.torch_store import OfTorch
+from spartito.collectives.sockets.tcp import SocketCollective
 from spartito.errors import TaskLostError
 from spartito.launch.lines.network import Machine
 from spartito.notes import logger

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spartito.collectives.collective import Collective
-from spartito.collectives.memory import SMALL
+from spartito.collectives.memory.rank_memory import SMALL
 from spartito.errors import UserError
 from tests.collectives.group import join
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from spartito.accelerators import own_device
 from spartito.cluster.resolver import resolve
 from spartito.collectives.collective import Collective
-from spartito.collectives.rendezvous import Rendezvous
+from spartito.collectives.membership.rendezvous import Rendezvous
 from spartito.collectives.staged import StagedCollective, on_host
 from spartito.errors import SpartitoError
 

@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from spartito.collectives.shared_memory import Cores
+from spartito.collectives.memory.shared_memory import Cores
 
 TWO = Cores((0, 1), "a")
 

@@ -15,10 +15,10 @@ import torch
 from spartito import system
 from spartito.cluster.limits import time_limit
 from spartito.collectives.collective import MAX_PIGGYBACKED
-from spartito.collectives.memory import LARGE
-from spartito.collectives.rendezvous import connect
-from spartito.collectives.segment import Segment
-from spartito.collectives.store import ask
+from spartito.collectives.membership.rendezvous import connect
+from spartito.collectives.membership.store import ask
+from spartito.collectives.memory.rank_memory import LARGE
+from spartito.collectives.memory.segment import Segment
 from spartito.errors import TaskLostError, UserError
 from tests.collectives import jobs
 from tests.collectives.group import Group, running, spec

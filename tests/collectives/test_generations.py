@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import ClusterSpec, Task
-from spartito.collectives.generations import (
+from spartito.collectives.membership.generations import (
     Card,
     Generation,
     Seen,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from spartito.collectives.collective import Collective
+from spartito.collectives.membership.rendezvous import Rendezvous
 from spartito.collectives.process_group import ProcessGroupCollective
-from spartito.collectives.rendezvous import Rendezvous
-from spartito.collectives.tcp import SocketCollective
+from spartito.collectives.sockets.tcp import SocketCollective
 from spartito.errors import MismatchedCallsError, TaskLostError, UserError
 from tests.collectives.group import rendezvous, running, spec
 from tests.commands import free_port

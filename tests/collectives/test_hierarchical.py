@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spartito.collectives.placement import Placement
+from spartito.collectives.membership.placement import Placement
 from tests.collectives import jobs, result_jobs
 from tests.collectives.group import Group, running
 from tests.commands import free_port, free_ports

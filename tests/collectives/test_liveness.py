@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 
-from spartito.collectives import liveness
-from spartito.collectives.liveness import LivenessCheck
-from spartito.collectives.store import KeyValues, Membership
-from spartito.collectives.torch_store import OfTorch
+from spartito.collectives.membership import liveness
+from spartito.collectives.membership.liveness import LivenessCheck
+from spartito.collectives.membership.store import KeyValues, Membership
+from spartito.collectives.membership.torch_store import OfTorch
 from spartito.errors import TaskLostError
 
 LONG = 60.0

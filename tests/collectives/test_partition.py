@@ -20,7 +20,7 @@ import torch
 import spartito as sp
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.resolver import resolve
-from spartito.collectives.rendezvous import Rendezvous
+from spartito.collectives.membership.rendezvous import Rendezvous
 from spartito.errors import TaskLostError, install_excepthook
 
 install_excepthook()

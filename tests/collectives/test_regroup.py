@@ -16,7 +16,7 @@ import torch
 from spartito import life
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.store.server import Server
-from spartito.collectives.rendezvous import Rendezvous
+from spartito.collectives.membership.rendezvous import Rendezvous
 from spartito.errors import SpartitoError, TaskLostError
 from spartito.wire.secret import NO_SECRET
 from tests.collectives.group import Group, running, spec

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from spartito.collectives.calls import encode
-from spartito.collectives.links import HEAD, PART
-from spartito.collectives.peers import RANK, connect_all
-from spartito.collectives.store import KeyValues, Membership
-from spartito.collectives.tcp import SMALL, SocketCollective, slices
-from spartito.collectives.torch_store import OfTorch
+from spartito.collectives.membership.store import KeyValues, Membership
+from spartito.collectives.membership.torch_store import OfTorch
+from spartito.collectives.sockets.links import HEAD, PART
+from spartito.collectives.sockets.peers import RANK, connect_all
+from spartito.collectives.sockets.tcp import SMALL, SocketCollective, slices
 from spartito.errors import MismatchedCallsError, TaskLostError, UserError
 from spartito.wire.addresses import DRAWN, Endpoint
 from spartito.wire.secret import Key

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spartito.collectives.versions import Versions, check_versions
+from spartito.collectives.membership.versions import Versions, check_versions
 from spartito.errors import UserError
 from tests.strategies.ps_jobs import Asked
 from tests.strategies.ps_processes import Job, job

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from spartito.collectives.ways import (
+from spartito.collectives.membership.ways import (
     THROUGH_HOST,
     DeviceOfTask,
     Way,

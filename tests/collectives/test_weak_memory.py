@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spartito.backend.machine import OneMachine
-from spartito.collectives.shared_memory import SharedMemoryCollective
-from spartito.collectives.store import Membership
-from spartito.collectives.torch_store import OfTorch
+from spartito.collectives.membership.store import Membership
+from spartito.collectives.membership.torch_store import OfTorch
+from spartito.collectives.memory.shared_memory import SharedMemoryCollective
 from spartito.errors import TaskLostError
 from tests.collectives import weak_memory
 from tests.collectives.group import running

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from spartito.backend import machine, mail
-from spartito.collectives import memory, memory_operations
-from spartito.collectives.segment import Segment
+from spartito.collectives.memory import memory_operations
+from spartito.collectives.memory import rank_memory as memory
+from spartito.collectives.memory.segment import Segment
 from spartito.system import fences
 
 FLAGS = {0, memory.PART, memory.LEFT, memory.BEAT, memory.BELL, memory.ASLEEP}

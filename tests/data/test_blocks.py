@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import spartito as sp
 from spartito.data.blocks import json_lines, mds, tars
 from spartito.data.blocks.source import PackedSource
-from spartito.data.loader import Loader
-from spartito.data.order import spread
+from spartito.data.reading.loader import Loader
+from spartito.data.reading.order import spread
 from spartito.errors import UserError
 from spartito.storage.files import braced
 from tests.data.packed_files import (

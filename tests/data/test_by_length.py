@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import spartito as sp
-from spartito.data.loader import Loader
-from spartito.data.order import by_length, permutation
+from spartito.data.reading.loader import Loader
+from spartito.data.reading.order import by_length, permutation
 from spartito.errors import UserError
 
 

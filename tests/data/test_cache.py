@@ -12,12 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
-from spartito.data import cache, decode, images
-from spartito.data.cache import DirectoryCache
 from spartito.data.dataset import Dataset
-from spartito.data.folders import image_folder
-from spartito.data.images import ImageFolder, image_folder_source
-from spartito.data.loader import Loader
+from spartito.data.images import cache, decode
+from spartito.data.images import image_source as images
+from spartito.data.images.cache import DirectoryCache
+from spartito.data.images.image_source import ImageFolder, image_folder_source
+from spartito.data.reading.loader import Loader
+from spartito.data.sets.folders import image_folder
 from spartito.errors import UserError
 from tests.processes import context
 
@@ -255,7 +256,7 @@ def test_a_disk_that_is_full_ends_nothing(
 
 
 def test_threads_are_the_cores_of_a_replica(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from spartito.data import prefetch
+    from spartito.data.reading import prefetch
 
     monkeypatch.setattr(prefetch, "available_cores", lambda: 12)
     for replicas, threads in ((1, 12), (4, 3), (20, 1)):

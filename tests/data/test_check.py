@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from spartito.data.check import Finding, check_folder, inspect, main_check, scan
-from spartito.data.headers import Kind
+from spartito.data.images.check import Finding, check_folder, inspect, main_check, scan
+from spartito.data.images.headers import Kind
 from spartito.errors import UserError
 from tests.commands import LIMIT
 from tests.skips import skip_if
@@ -245,7 +245,7 @@ def test_a_name_that_is_no_text_is_printed(
 
 
 def test_importing_the_check_does_not_import_torch() -> None:
-    code = "import sys, spartito.data.check; sys.exit('torch' in sys.modules)"
+    code = "import sys, spartito.data.images.check; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT)
 
 

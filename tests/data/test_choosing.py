@@ -15,7 +15,7 @@ import spartito as sp
 from spartito.data.blocks import json_lines
 from spartito.data.blocks.choosing import ChosenSource
 from spartito.data.dataset import Dataset
-from spartito.data.loader import Loader
+from spartito.data.reading.loader import Loader
 from spartito.errors import UserError
 from tests.data.packed_files import write_all, write_lines, write_parquet
 from tests.data.web_server import serving
@@ -133,7 +133,7 @@ def test_a_folder_of_images_is_the_same_here_and_elsewhere(
 ) -> None:
     from PIL import Image
 
-    from spartito.data import labelled
+    from spartito.data.images import labelled
     from spartito.storage.files import LocalFiles
 
     generator = np.random.default_rng(0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import default_collate
 
-from spartito.data.collate import (
+from spartito.data.reading.collate import (
     Form,
     collate,
     count_rows,

@@ -18,9 +18,9 @@ from torch.utils.data import (
 )
 
 from spartito.data.dataset import Dataset, arrays, as_dataset, per_worker
-from spartito.data.loader import Loader
+from spartito.data.images.transforms import RandomFlip
+from spartito.data.reading.loader import Loader
 from spartito.data.source import BatchStream, ExampleStream, PerWorker
-from spartito.data.transforms import RandomFlip
 from spartito.errors import CorruptSampleError, UserError
 
 X, Y = torch.arange(20.0).view(10, 2), torch.arange(10)

@@ -19,9 +19,9 @@ import pytest
 from PIL import Image
 
 import spartito as sp
-from spartito.data import downloads
-from spartito.data.cifar import CLASSES, FOLDER, ROW
-from spartito.data.known_sets import KNOWN, KnownFile
+from spartito.data.sets import downloads
+from spartito.data.sets.cifar import CLASSES, FOLDER, ROW
+from spartito.data.sets.known_sets import KNOWN, KnownFile
 from spartito.data.tools.get import main_get, main_list
 from spartito.errors import UserError
 from tests.data.web_server import WebServer, serving

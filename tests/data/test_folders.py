@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from spartito.data.folders import digits, idx, image_folder
-from spartito.data.loader import Loader
+from spartito.data.reading.loader import Loader
+from spartito.data.sets.folders import digits, idx, image_folder
 from spartito.errors import UserError
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import spartito as sp
-from spartito.data.loader import Loader
 from spartito.data.memory import which_examples
+from spartito.data.reading.loader import Loader
 from spartito.errors import UserError
 
 hugging_face = pytest.importorskip("datasets", reason="dev: datasets")

@@ -17,8 +17,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
-from spartito.data.images import ImageFolder, image_folder_source, read_image, split_order
-from spartito.data.walk import image_files
+from spartito.data.images.image_source import (
+    ImageFolder,
+    image_folder_source,
+    read_image,
+    split_order,
+)
+from spartito.data.images.walk import image_files
 from spartito.errors import CorruptSampleError, UserError
 from tests.skips import skip_if
 

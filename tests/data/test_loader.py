@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from spartito.data.batch import Batch
-from spartito.data.collate import count_rows
 from spartito.data.dataset import Dataset, arrays, as_dataset, per_worker
-from spartito.data.loader import Loader, check_divides
+from spartito.data.images.transforms import RandomTransform
+from spartito.data.reading.collate import count_rows
+from spartito.data.reading.loader import Loader, check_divides
 from spartito.data.source import BatchStream, ExampleStream, InputContext
-from spartito.data.transforms import RandomTransform
 from spartito.errors import CorruptSampleError, UserError
 
 

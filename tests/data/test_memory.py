@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from spartito.data.collate import take
 from spartito.data.memory import Arrays
+from spartito.data.reading.collate import take
 from spartito.errors import UserError
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import spartito as sp
 from spartito.data.dataset import Dataset
-from spartito.data.loader import Loader
 from spartito.data.mixture import Mixture
+from spartito.data.reading.loader import Loader
 from spartito.errors import CorruptSampleError, UserError
 from tests.data.packed_files import write_all
 
@@ -132,7 +132,7 @@ def test_the_same_at_any_number_of_workers_and_after_a_restart(mixed: Dataset) -
 
 
 def test_a_training_goes_on_only_with_the_same_mixture(mixed: Dataset) -> None:
-    from spartito.training.resume import meaning
+    from spartito.training.files.resume import meaning
 
     other = sp.data.mix({"packed": numbers(0, 50), "odd": numbers(0, 50)}, size=100).batch(9)
     assert meaning(mixed, None, 1)["blocks"] != meaning(other, None, 1)["blocks"]

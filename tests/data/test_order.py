@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spartito.data.order import (
+from spartito.data.reading.order import (
     example_generator,
     group_rows,
     permutation,

@@ -16,7 +16,7 @@ import pytest
 
 import spartito as sp
 from spartito.data.blocks import array_records, lance_tables
-from spartito.data.loader import Loader
+from spartito.data.reading.loader import Loader
 from spartito.errors import UserError
 from tests.data.web_server import serving
 

@@ -15,12 +15,12 @@ from PIL import Image
 import spartito as sp
 from spartito.cli.app import main
 from spartito.data.blocks.manifest import NAME
-from spartito.data.loader import Loader
 from spartito.data.packing import pack as packing
 from spartito.data.packing import sources
 from spartito.data.packing.columns import keys_of
 from spartito.data.packing.command import main_pack
 from spartito.data.packing.pack import make_plan
+from spartito.data.reading.loader import Loader
 from spartito.data.tools.info import main_info
 from spartito.errors import UserError
 from spartito.failpoints import ENV

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from spartito.data.idx_format import find_idx
-from spartito.data.packaged import load_digits, split_digits
+from spartito.data.sets.idx_format import find_idx
+from spartito.data.sets.packaged import load_digits, split_digits
 from tests.skips import skip_if
 
 ROOT = Path(__file__).parents[2]

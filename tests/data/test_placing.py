@@ -8,9 +8,9 @@ from torch import Tensor
 
 from spartito import data
 from spartito.data.batch import Batch
-from spartito.data.loader import Loader
 from spartito.data.memory import Arrays
-from spartito.data.placing import FEW, HOST, Placing, known_to_host
+from spartito.data.reading.loader import Loader
+from spartito.data.reading.placing import FEW, HOST, Placing, known_to_host
 
 META = Placing(torch.device("meta"))
 

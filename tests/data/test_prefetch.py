@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spartito.data.prefetch import read_ahead
+from spartito.data.reading.prefetch import read_ahead
 
 
 def reading() -> list[str]:

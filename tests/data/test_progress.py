@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from io import StringIO
 
-from spartito.data.progress import Progress
+from spartito.data.reading.progress import Progress
 
 
 class Terminal(StringIO):

@@ -26,9 +26,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from spartito.data import passes
 from spartito.data.dataset import as_dataset
-from spartito.data.loader import Loader
+from spartito.data.reading import passes
+from spartito.data.reading.loader import Loader
 from spartito.errors import CorruptSampleError, UserError
 
 COUNT = 90

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import spartito as sp
-from spartito.data.text import Windows, decode, encode
+from spartito.data.sets.text import Windows, decode, encode
 from spartito.errors import UserError
 
 ROOT = Path(__file__).parents[2]

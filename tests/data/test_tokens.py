@@ -21,7 +21,7 @@ import spartito as sp
 from spartito.data.blocks import json_lines, mds, tars, texts
 from spartito.data.blocks.index import find_blocks
 from spartito.data.blocks.reading import BlockFiles
-from spartito.data.loader import Loader
+from spartito.data.reading.loader import Loader
 from spartito.data.windows import token_blocks
 from spartito.data.windows.source import Layout, within
 from spartito.data.windows.token_blocks import TokenBlock, join

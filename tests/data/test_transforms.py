@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from spartito.data.transforms import (
+from spartito.data.images.transforms import (
     FILLS,
     FLIPS,
     RandomFlip,

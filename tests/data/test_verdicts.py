@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spartito.data.check import scan
-from spartito.data.headers import Kind
+from spartito.data.images.check import scan
+from spartito.data.images.headers import Kind
 from tests.data.test_check import CAMERA, encoded, exif_only, png_claiming, verdict, without_jfif
 
 GOOD = {

@@ -11,10 +11,14 @@ from torch import Tensor, nn
 
 from spartito.collectives.collective import Collective
 from spartito.data.batch import Batch
-from spartito.engine.batchnorm import average_statistics, local_batchnorms, synchronize_batchnorm
-from spartito.engine.buffers import unlike, unlike_caches
-from spartito.engine.gradients import Gradients, LocalGradients, PackedGradients
-from spartito.engine.loss import LossFunction, evaluate_loss, weigh
+from spartito.engine.gradients.gradient_sum import Gradients, LocalGradients, PackedGradients
+from spartito.engine.losses.loss import LossFunction, evaluate_loss, weigh
+from spartito.engine.modules.batchnorm import (
+    average_statistics,
+    local_batchnorms,
+    synchronize_batchnorm,
+)
+from spartito.engine.modules.buffers import unlike, unlike_caches
 from spartito.engine.step_context import StepContext, within
 
 NORMS: dict[int, type[nn.Module]] = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}

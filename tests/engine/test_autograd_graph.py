@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spartito.engine.autograd_graph import factor
+from spartito.engine.losses.autograd_graph import factor
 
 
 def test_a_factor_is_what_a_product_does_not_learn() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from spartito.collectives.collective import IdentityCollective
-from spartito.engine.batchnorm import (
+from spartito.engine.modules.batchnorm import (
     SyncBatchNorm2d,
     local_batchnorms,
     local_moments,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from spartito.collectives.collective import IdentityCollective
-from spartito.engine.compression import choose, make_compression
+from spartito.engine.gradients.compression import choose, make_compression
 
 
 @pytest.mark.parametrize("way", ["8bit", "4bit"])

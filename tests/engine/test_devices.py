@@ -6,7 +6,7 @@ import pytest
 
 import spartito as sp
 from spartito.cluster.spec import ClusterSpec, Task
-from spartito.engine import devices
+from spartito.engine.devices import device as devices
 from spartito.errors import UserError
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import spartito as sp
-from spartito.engine.full_batches import FullBatches
+from spartito.engine.devices.full_batches import FullBatches
 
 WIDTH = 3
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from spartito.engine import fused_update
-from spartito.engine.optimizers import fuse, optimizer_parameters
+from spartito.engine.updates import fused_update
+from spartito.engine.updates.optimizers import fuse, optimizer_parameters
 
 Make = Callable[..., Optimizer]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spartito.engine.gradient_hooks import GradientHooks
+from spartito.engine.gradients.gradient_hooks import GradientHooks
 from spartito.errors import UserError
 
 NOISE = torch.Generator().manual_seed(1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from spartito.collectives.collective import IdentityCollective
-from spartito.engine.gradients import LocalGradients
+from spartito.engine.gradients.gradient_sum import LocalGradients
 from tests.collectives.group import run
 from tests.engine import jobs
 

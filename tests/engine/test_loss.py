@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spartito.data.batch import Batch
-from spartito.engine.loss import (
+from spartito.engine.losses.loss import (
     align,
     describe,
     evaluate_loss,

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from spartito.data.batch import Batch
-from spartito.engine.autograd_graph import compares_rows
-from spartito.engine.loss import WeightedLoss, look, look_at_own, weigh
-from spartito.engine.loss_halves import Comparisons, makers_of
-from spartito.engine.loss_means import (
+from spartito.engine.losses.autograd_graph import compares_rows
+from spartito.engine.losses.loss import WeightedLoss, look, look_at_own, weigh
+from spartito.engine.losses.loss_halves import Comparisons, makers_of
+from spartito.engine.losses.loss_means import (
     COMPARES,
     NORMALIZED,
     NOT_A_MEAN,

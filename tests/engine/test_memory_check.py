@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
-from spartito.engine.memory_check import check_memory, state_copies
+from spartito.engine.devices.memory_check import check_memory, state_copies
 from spartito.errors import UserError
 from spartito.system import anonymous_memory
 from spartito.system.capacity import cgroup_memory, memory_limit

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spartito.engine.memory_layout import viewing
+from spartito.engine.devices.memory_layout import viewing
 
 
 @pytest.mark.parametrize(

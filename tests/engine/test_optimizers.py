@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spartito.engine.optimizers import (
+from spartito.engine.updates.optimizers import (
     check_optimizer,
     fuse,
     load_named_state,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import spartito as sp
 from spartito.collectives.collective import IdentityCollective
-from spartito.data.order import shard_rows
-from spartito.engine.randomness import globalize
+from spartito.data.reading.order import shard_rows
+from spartito.engine.randomness.global_randomness import globalize
 from spartito.engine.step_context import StepContext, enter, within
 from spartito.errors import UserError
 

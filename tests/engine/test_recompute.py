@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
-from spartito.engine.recompute import recompute
+from spartito.engine.modules.recompute import recompute
 from tests.replicas import Replicas
 from tests.strategies import sharded_jobs as jobs
 

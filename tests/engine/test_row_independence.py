@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spartito.engine.batchnorm import synchronize_batchnorm
-from spartito.engine.row_independence import check_rows
+from spartito.engine.modules.batchnorm import synchronize_batchnorm
+from spartito.engine.modules.row_independence import check_rows
 from spartito.errors import UserError
 
 Body = Callable[[Any, Tensor], Any]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spartito.engine.step_undo import LARGE, Undo
+from spartito.engine.modules.step_undo import LARGE, Undo
 
 
 class Statistics(nn.Module):

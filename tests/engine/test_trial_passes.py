@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spartito.engine.trial_passes import untouched
+from spartito.engine.modules.trial_passes import untouched
 
 
 class Counting(nn.Module):

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import spartito as sp
-from spartito.engine import value_recipes
-from spartito.engine.meta_models import make_all, making, plan_values
+from spartito.engine.meta import value_recipes
+from spartito.engine.meta.meta_models import make_all, making, plan_values
 
 
 class Odd(nn.Module):

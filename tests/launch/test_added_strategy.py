@@ -36,8 +36,8 @@ STRATEGY = """
 from dataclasses import dataclass
 
 from spartito import Strategy
-from spartito.steps.all_reduce import AllReduce
-from spartito.steps.replicated import replicas
+from spartito.steps.exchanges.all_reduce import AllReduce
+from spartito.steps.placements.replicated import replicas
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,9 +15,9 @@ import pytest
 from torch.distributed import HashStore
 
 import spartito
-from spartito.collectives.liveness import LivenessCheck
-from spartito.collectives.store import Membership
-from spartito.collectives.torch_store import OfTorch
+from spartito.collectives.membership.liveness import LivenessCheck
+from spartito.collectives.membership.store import Membership
+from spartito.collectives.membership.torch_store import OfTorch
 from spartito.errors import TaskLostError
 from spartito.heartbeat import SIZE, Beat, file_of, keep_files, last_words, stands
 from spartito.launch.processes.heartbeats import Heartbeats

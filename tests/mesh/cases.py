@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spartito.cluster.resolver import resolve
-from spartito.collectives.rendezvous import Rendezvous
+from spartito.collectives.membership.rendezvous import Rendezvous
 from spartito.mesh import Axis, Mesh, Sharded, Spec, shard, spec, whole, wrap
 from spartito.mesh.sharded_tensor import Axes, local_of
 

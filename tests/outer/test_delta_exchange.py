@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spartito.collectives.collective import Collective, IdentityCollective
-from spartito.engine.codes import Quantized, Rounded, TopK
+from spartito.engine.gradients.codes import Quantized, Rounded, TopK
 from spartito.errors import UserError
 from spartito.outer.delta_exchange import Compressed, Whole, choose
 

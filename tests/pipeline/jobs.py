@@ -15,14 +15,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import spartito as sp
-from spartito.engine.host_reads import on_host
-from spartito.engine.randomness import globalize, replaying
-from spartito.engine.recompute import recompute
+from spartito.engine.devices.host_reads import on_host
+from spartito.engine.modules.recompute import recompute
+from spartito.engine.randomness.global_randomness import globalize, replaying
 from spartito.engine.step_context import StepContext, enter
 from spartito.errors import SpartitoError, UserError
 from spartito.models.cats_vs_dogs import CatsVsDogs
 from spartito.models.gpt import GPT
-from spartito.steps.stages import Lines, Pipelines
+from spartito.steps.placements.stages import Lines, Pipelines
 from tests.mesh.tables import Squared
 
 STEPS = 5

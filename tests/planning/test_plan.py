@@ -17,7 +17,7 @@ import spartito as sp
 from spartito.cli import main
 from spartito.data.batch import Batch
 from spartito.declared import parse
-from spartito.engine.denormals import flushes
+from spartito.engine.devices.denormals import flushes
 from spartito.errors import UserError
 from spartito.launch.job import Program
 from spartito.launch.lines.line import Link
@@ -31,9 +31,9 @@ from spartito.planning.probe import together
 from spartito.planning.profile import Overhead, Profile
 from spartito.planning.reference import BATCH, BETWEEN, STEPS, TRIED, Shape, overheads
 from spartito.planning.search import predict
-from spartito.training import step_profile
-from spartito.training.neighbours import Neighbours
-from spartito.training.step_profile import _tokens
+from spartito.training.trials import step_profile
+from spartito.training.trials.neighbours import Neighbours
+from spartito.training.trials.step_profile import _tokens
 from tests.planning import quick_probe
 from tests.planning.made import PROFILE, cluster
 

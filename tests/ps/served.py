@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from spartito.collectives.versions import Versions
+from spartito.collectives.membership.versions import Versions
 from spartito.errors import SpartitoError
 from spartito.ps.client.control import Control
 from spartito.ps.client.link import Address, Link

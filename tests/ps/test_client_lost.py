@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from spartito.collectives.versions import Versions
+from spartito.collectives.membership.versions import Versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.ps.client.link import BREAKS, Address, Link, Restarted
 from spartito.ps.client.vector import SpanCopies, Vector

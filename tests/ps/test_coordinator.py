@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spartito.collectives.versions import Versions
+from spartito.collectives.membership.versions import Versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.ps.client.work_source import WorkerLink
 from spartito.ps.protocol.work import (

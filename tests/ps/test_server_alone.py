@@ -15,7 +15,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from spartito.collectives.versions import Versions
+from spartito.collectives.membership.versions import Versions
 from spartito.ps.client.vector import Vector
 from spartito.ps.protocol.layout import cut
 from spartito.ps.protocol.memory import allocate

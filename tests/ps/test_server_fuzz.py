@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 from msgspec.structs import replace
 
-from spartito.collectives.versions import Versions
+from spartito.collectives.membership.versions import Versions
 from spartito.notes import RareWarnings
 from spartito.ps.protocol import work
 from spartito.ps.protocol.fields import MOST

@@ -26,7 +26,7 @@ from torch.optim import (
     Rprop,
 )
 
-from spartito.engine.optimizers import fuse
+from spartito.engine.updates.optimizers import fuse
 from spartito.ps.client.vector import SpanCopies, Vector
 from spartito.ps.protocol.layout import cut
 from spartito.ps.protocol.memory import allocate, flat

@@ -23,9 +23,9 @@ import spartito as sp
 from spartito.cli.app import main
 from spartito.data.blocks.manifest import NAME
 from spartito.data.dataset import Dataset
-from spartito.data.loader import Loader
 from spartito.data.packing.command import main_pack
 from spartito.data.packing.destination import StoreDestination
+from spartito.data.reading.loader import Loader
 from spartito.data.tools.bench import main_bench
 from spartito.data.tools.packed_check import main_packed_check
 from spartito.errors import UserError

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import spartito as sp
 from spartito.checkpoint.cuts import Cut
-from spartito.training.nonfinite import SKIP, have_skipped
+from spartito.training.fitting.nonfinite import SKIP, have_skipped
 from tests.replicas import warns
 from tests.strategies.jobs import blobs
 from tests.strategies.nesting_jobs import (

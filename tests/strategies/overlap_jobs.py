@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 import spartito as sp
 from spartito.cluster.spec import ClusterSpec
-from spartito.collectives.rendezvous import Rendezvous
+from spartito.collectives.membership.rendezvous import Rendezvous
 from spartito.data.batch import Batch
-from spartito.engine import overlap_trial
-from spartito.engine.gradients import PackedGradients
-from spartito.engine.streamed_gradients import StreamedGradients
-from spartito.steps.compressed_sums import learning
+from spartito.engine.gradients import overlap_trial
+from spartito.engine.gradients.gradient_sum import PackedGradients
+from spartito.engine.gradients.streamed_gradients import StreamedGradients
+from spartito.steps.exchanges.compressed_sums import learning
 from spartito.steps.parts import Parts
 from spartito.steps.team import Team
 from spartito.steps.topology import Connected, OneShardEach

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from spartito.checkpoint.cuts import BoxCut, Cut
 from spartito.cluster.spec import ClusterSpec
-from spartito.collectives.rendezvous import WORLD, Rendezvous
-from spartito.steps.all_reduce import AllReduce
+from spartito.collectives.membership.rendezvous import WORLD, Rendezvous
+from spartito.steps.exchanges.all_reduce import AllReduce
 from spartito.steps.groups import DATA, MODEL
 from spartito.steps.parts import Exchange, Parts, Prepared
+from spartito.steps.placements.replicated import Replicated
 from spartito.steps.prepared import Pair
-from spartito.steps.replicated import Replicated
 from spartito.steps.team import Team
 from spartito.steps.topology import Connected
 from spartito.strategies import Strategy

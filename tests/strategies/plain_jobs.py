@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
-import spartito.engine.precision
-from spartito.engine.optimizers import unwrap
+import spartito.engine.devices.precision
+from spartito.engine.updates.optimizers import unwrap
 from spartito.notes import logger
 from tests.replicas import warns
 from tests.strategies.changing_jobs import weights
@@ -85,7 +85,7 @@ def by_strategy(
     folder: Path | None = None,
 ) -> dict[str, Any]:
     """The same by a trainer; with a ``folder`` another one goes on after a checkpoint."""
-    spartito.engine.precision._cpu_knows_bf16 = lambda: True  # or it would compute in fp32
+    spartito.engine.devices.precision._cpu_knows_bf16 = lambda: True  # or it would compute in fp32
     strategy = sp.strategy(name, **options)
     x, y = data(dtype)
     x[case.get("huge", 0)] *= case.get("times", 1)

@@ -22,7 +22,7 @@ from spartito.errors import SpartitoError, show
 from spartito.ps.client.link import Link
 from spartito.ps.scheduler.coordinator import Coordinator
 from spartito.ps.server.server import Server
-from spartito.training.evaluator import Evaluator
+from spartito.training.evaluation.evaluator import Evaluator
 from spartito.wire.frames import Wire
 from tests.commands import cluster_of, tf_config
 from tests.processes import context

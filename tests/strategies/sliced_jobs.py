@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import spartito as sp
-from spartito.engine.sliced_update import SlicedGradients
-from spartito.steps.all_reduce import AllReduce
+from spartito.engine.updates.sliced_update import SlicedGradients
+from spartito.steps.exchanges.all_reduce import AllReduce
 from spartito.steps.parts import Parts
-from spartito.steps.replicated import replicas
+from spartito.steps.placements.replicated import replicas
 from spartito.steps.team import Team
 
 ROWS, STEPS = 7, 8

@@ -17,7 +17,7 @@ from torch import nn
 import spartito as sp
 from spartito.data.batch import Batch
 from spartito.errors import UserError
-from spartito.training.batch_size_finder import Growth, Memory, Wish, lacks, slower
+from spartito.training.trials.batch_size_finder import Growth, Memory, Wish, lacks, slower
 from tests.processes import context
 from tests.replicas import ReplicaError, Replicas
 from tests.strategies import step_jobs

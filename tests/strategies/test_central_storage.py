@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spartito.cluster.spec import ClusterSpec, Task
-from spartito.engine.divided_update import cut
+from spartito.engine.updates.divided_update import cut
 from spartito.errors import UserError
-from spartito.steps.one_copy import balanced, homeless, line_offsets
+from spartito.steps.exchanges.one_copy import balanced, homeless, line_offsets
 from spartito.strategies import CentralStorageStrategy
 from tests.replicas import ReplicaError, Replicas
 from tests.skips import shares_memory

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from spartito.engine.denormals import Denormals, flushes
+from spartito.engine.devices.denormals import Denormals, flushes
 from tests.replicas import Replicas
 from tests.strategies import denormal_jobs as jobs
 

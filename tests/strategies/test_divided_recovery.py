@@ -10,10 +10,10 @@ import pytest
 
 import spartito as sp
 from spartito.cluster.recovery import Recovery
-from spartito.engine.gradients import PackedGradients
+from spartito.engine.gradients.gradient_sum import PackedGradients
 from spartito.errors import UserError
 from spartito.pipeline.messages import Messages
-from spartito.steps.tensor_parallel import InColumns
+from spartito.steps.placements.tensor_parallel import InColumns
 from tests.collectives.group import spec
 from tests.strategies.test_recovery import Plan, Spot, difference, run, without
 from tests.strategies.test_sharded_recovery import Around

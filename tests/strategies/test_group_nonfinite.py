@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
-from spartito.training.nonfinite import IN_A_ROW
+from spartito.training.fitting.nonfinite import IN_A_ROW
 from tests.replicas import Replicas, warns
 from tests.strategies.jobs import blobs, make_strategy, mlp, weights
 from tests.strategies.test_contracts import close

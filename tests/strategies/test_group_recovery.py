@@ -11,7 +11,7 @@ import pytest
 
 import spartito as sp
 from spartito.cluster.recovery import Recovery
-from spartito.engine.gradients import PackedGradients
+from spartito.engine.gradients.gradient_sum import PackedGradients
 from spartito.errors import UserError
 from spartito.outer.outer_step import Coupling
 from tests.collectives.group import spec
@@ -83,7 +83,7 @@ def test_another_task_is_lost_while_they_share_the_state(step: int, tmp_path: Pa
     """At a meeting and between two, in another group."""
     spots: dict[tuple[int, int], Spot] = {
         (3, step): GIVEN if step == 3 else REDUCED,
-        (0, step): Around("spartito.steps.group_recovery", "share_state"),
+        (0, step): Around("spartito.steps.outer_loops.group_recovery", "share_state"),
     }
     check(Plan(4, spots=spots, strategy=GROUPS, training=LEARNS), tmp_path)
 

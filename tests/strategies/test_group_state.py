@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from spartito.collectives.collective import Collective
-from spartito.steps.group_state import accumulated_by_all
+from spartito.steps.outer_loops.group_state import accumulated_by_all
 from tests.collectives.group import run
 
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spartito.data import Dataset
-from spartito.data.loader import make_feed
-from spartito.data.order import permutation
-from spartito.data.passes import Pass, Passes
+from spartito.data.reading.loader import make_feed
+from spartito.data.reading.order import permutation
+from spartito.data.reading.passes import Pass, Passes
 from spartito.ps.protocol.work import Lease
 from spartito.steps.servers.lease_readers import IndexedReader
 

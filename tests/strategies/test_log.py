@@ -20,7 +20,7 @@ import spartito as sp
 from spartito import log
 from spartito.data.batch import Batch
 from spartito.errors import UserError
-from spartito.training.eval_prediction import EvalPrediction, Predictions
+from spartito.training.evaluation.eval_prediction import EvalPrediction, Predictions
 from spartito.training.metrics.carried import CarriedMetrics
 from spartito.training.metrics.gathering import MetricSet
 from spartito.training.metrics.logged import Logged

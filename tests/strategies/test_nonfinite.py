@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR
 
 import spartito as sp
-from spartito.training.nonfinite import GOES_BACK, IN_A_ROW
+from spartito.training.fitting.nonfinite import GOES_BACK, IN_A_ROW
 from tests.replicas import ReplicaError, Replicas, warns
 from tests.strategies.jobs import make_strategy, weights
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spartito.engine.overlap_trial import AGAIN, SETTLING, TURN, OverlapTrial
-from spartito.engine.streamed_gradients import BUCKET, cut
+from spartito.engine.gradients.overlap_trial import AGAIN, SETTLING, TURN, OverlapTrial
+from spartito.engine.gradients.streamed_gradients import BUCKET, cut
 from spartito.wire.ports import free_port
 from tests.collectives.group import running
 from tests.replicas import Replicas

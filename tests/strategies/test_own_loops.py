@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import spartito as sp
-from spartito.engine.optimizers import check_optimizer
+from spartito.engine.updates.optimizers import check_optimizer
 from spartito.errors import UserError
 from spartito.strategies import Strategy
 from tests.commands import LIMIT, commands_in
@@ -20,7 +20,7 @@ from tests.commands import LIMIT, commands_in
 LEFT = """
 import sys, torch
 import spartito as sp
-from spartito.engine import denormals
+from spartito.engine.devices import denormals
 strategy = sp.OneDeviceStrategy(cluster=sp.ClusterSpec.alone())
 net = torch.nn.Linear(3, 2)
 net, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))

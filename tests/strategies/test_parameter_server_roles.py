@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spartito.data.packaged import TRAINING
+from spartito.data.sets.packaged import TRAINING
 from tests.commands import commands_in
 from tests.strategies import ps_jobs
 from tests.strategies.ps_jobs import Asked

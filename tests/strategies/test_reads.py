@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from spartito.data.batch import Batch
-from spartito.engine.loss import evaluate_loss, weigh
+from spartito.engine.losses.loss import evaluate_loss, weigh
 from spartito.training.metrics.names import make_metrics
 from tests.replicas import Replicas
 from tests.strategies import reading_jobs as jobs

@@ -13,9 +13,9 @@ import torch
 
 import spartito as sp
 from spartito import training
-from spartito.steps.computation import Computation, Division
 from spartito.steps.coordination import Account, Agreement
 from spartito.steps.parts import Exchange, Held, Placement
+from spartito.steps.placements.computation import Computation, Division
 from spartito.steps.recovery import Copies, Recovering
 from spartito.steps.step import Step
 from spartito.steps.topology import Topology

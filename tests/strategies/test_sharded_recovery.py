@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from spartito.cluster.recovery import Recovery
-from spartito.engine.divided_update import DividedUpdates
 from spartito.engine.sharding.shard_copies import VALUES, ShardCopies, Snapshot
 from spartito.engine.sharding.sharded_gradients import ShardedGradients
+from spartito.engine.updates.divided_update import DividedUpdates
 from spartito.errors import UserError
 from spartito.registry import strategy_info
 from spartito.steps.recovery import ShardsLostError

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spartito.collectives.slices import GRAIN, cut
+from spartito.collectives.memory.slices import GRAIN, cut
 from tests.replicas import Replicas
 from tests.skips import shares_memory
 from tests.strategies import sliced_jobs as jobs

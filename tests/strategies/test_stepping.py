@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import spartito as sp
-from spartito.engine import fused_update
+from spartito.engine.updates import fused_update
 from tests.replicas import Replicas
 from tests.strategies import stepping_jobs as jobs
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import spartito as sp
-from spartito.data.stretch import stretch
+from spartito.data.reading.stretch import stretch
 from spartito.errors import UserError
 from tests.replicas import Replicas
 from tests.strategies import weighted_jobs

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
-from spartito.engine.ddp_gradients import Overlapped
+from spartito.engine.gradients.ddp_gradients import Overlapped
 from tests.strategies.changing_jobs import weights
 
 

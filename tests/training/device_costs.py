@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
-from spartito.engine.host_reads import kept_on_host, on_host
+from spartito.engine.devices.host_reads import kept_on_host, on_host
 from tests import simulated
 
 SIZE, CLASSES = 32, 10

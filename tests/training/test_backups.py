@@ -29,10 +29,10 @@ from spartito.failpoints import ENV
 from spartito.report.run_ends import STOPPED
 from spartito.steps.coordination import SynchronousCoordination
 from spartito.strategies import Strategy
-from spartito.training import preemption
 from spartito.training.backups import fit_count
 from spartito.training.backups.folder import LocalBackups
 from spartito.training.backups.interval import BySeconds, interval_of
+from spartito.training.fitting import preemption
 from tests.commands import Ended, commands_in
 from tests.training.jobs import data, on_replicas, trainer
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import spartito as sp
-from spartito.training.batch_blame import described, name_of
-from spartito.training.missing_operations import called_in, missing_in
+from spartito.training.fitting.batch_blame import described, name_of
+from spartito.training.fitting.missing_operations import called_in, missing_in
 from tests.training.jobs import data, trainer
 
 

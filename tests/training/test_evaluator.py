@@ -21,9 +21,9 @@ from spartito.report.evaluations import EVALUATIONS, keep_until, with_evaluation
 from spartito.report.page import REPORT, read_run
 from spartito.storage.atomic import is_whole
 from spartito.system import process_began
-from spartito.training.evaluation import Evaluation
-from spartito.training.evaluator import Evaluator
-from spartito.training.heartbeat import FILE, look
+from spartito.training.evaluation.evaluate import Evaluation
+from spartito.training.evaluation.evaluator import Evaluator
+from spartito.training.files.heartbeat import FILE, look
 from tests.commands import eventually
 from tests.strategies.ps_jobs import Asked
 from tests.strategies.ps_processes import job
@@ -210,7 +210,7 @@ def test_a_checkpoint_whose_files_come_one_by_one_is_waited_for(
             missing.rename(there)
         return looks[-1]
 
-    monkeypatch.setattr("spartito.training.evaluator.is_whole", look_at)
+    monkeypatch.setattr("spartito.training.evaluation.evaluator.is_whole", look_at)
     assert look_on(tmp_path).history.epoch[-1] == 2
     assert False in looks
 

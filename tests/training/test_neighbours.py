@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spartito.training.neighbours import Meeting, Neighbours
+from spartito.training.trials.neighbours import Meeting, Neighbours
 
 
 def lines(path: Path) -> int:

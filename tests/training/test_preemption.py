@@ -7,7 +7,7 @@ from threading import Event
 
 import pytest
 
-from spartito.training.preemption import Preemption
+from spartito.training.fitting.preemption import Preemption
 
 
 class Looks(Event):

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import spartito as sp
 from spartito.errors import UserError
-from spartito.training.resume import next_epoch
+from spartito.training.files.resume import next_epoch
 from tests.training.jobs import data, on_replicas, resume_uneven, trainer
 
 

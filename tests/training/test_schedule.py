@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from spartito.training.schedule import Schedule
+from spartito.training.fitting.schedule import Schedule
 
 
 def by(interval: str) -> tuple[Schedule, LambdaLR]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
-from spartito.training.train_modes import Modes, evaluating, without_dropout
+from spartito.training.fitting.train_modes import Modes, evaluating, without_dropout
 from tests.replicas import Replicas
 
 DATA = torch.randn(22, 4, generator=torch.Generator().manual_seed(2)).double()

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from spartito.cluster.store import protocol as store_protocol
-from spartito.collectives.peers import RANK, close_all, connect_all
-from spartito.collectives.store import Membership
+from spartito.collectives.membership.store import Membership
+from spartito.collectives.sockets.peers import RANK, close_all, connect_all
 from spartito.doctor.findings import Outcome, Target
 from spartito.doctor.probe.probes import probe
 from spartito.doctor.transport import messages as doctor_messages

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from spartito.backend.calls import different
 from spartito.backend.errors import LostRankError, gone, heard, last_words, late
 from spartito.collectives.alarm import LineAlarm
-from spartito.collectives.store import Membership
+from spartito.collectives.membership.store import Membership
 
 
 class RankAlarm(LineAlarm):

@@ -15,12 +15,12 @@ from spartito.backend.machines import SeveralMachines
 from spartito.backend.operations import Alone, Operations
 from spartito.backend.wire import Wire
 from spartito.cluster.endpoints import chosen_interface, port_range
-from spartito.collectives.placement import Placement
-from spartito.collectives.rendezvous import FAREWELL, TaskInfo
-from spartito.collectives.shared_memory import Cores
-from spartito.collectives.store import Membership
-from spartito.collectives.torch_store import OfTorch
-from spartito.collectives.versions import Versions, check_versions
+from spartito.collectives.membership.placement import Placement
+from spartito.collectives.membership.rendezvous import FAREWELL, TaskInfo
+from spartito.collectives.membership.store import Membership
+from spartito.collectives.membership.torch_store import OfTorch
+from spartito.collectives.membership.versions import Versions, check_versions
+from spartito.collectives.memory.shared_memory import Cores
 from spartito.errors import RefusedCallError, UserError
 from spartito.names import ENV_INTERFACE
 from spartito.system import host_key, shares_memory

@@ -25,7 +25,7 @@ from spartito.backend.sparse import sum_sparse
 from spartito.backend.splits import check_splits, parts_of
 from spartito.backend.work import Done, Receive
 from spartito.collectives.arithmetic import Arithmetic, arithmetic
-from spartito.collectives.memory import Bytes
+from spartito.collectives.memory.rank_memory import Bytes
 from spartito.collectives.rows import joined, row_to_read, written
 from spartito.errors import RefusedCallError
 

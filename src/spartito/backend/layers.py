@@ -23,10 +23,10 @@ from spartito.backend.machines import SeveralMachines
 from spartito.backend.operations import Alone
 from spartito.backend.wire import NOTHING, Wire
 from spartito.collectives.arithmetic import Arithmetic
-from spartito.collectives.memory import Bytes, Memory
-from spartito.collectives.memory_operations import SharedMemoryOperations, add_up
-from spartito.collectives.placement import Placement
-from spartito.collectives.store import Membership
+from spartito.collectives.membership.placement import Placement
+from spartito.collectives.membership.store import Membership
+from spartito.collectives.memory.memory_operations import SharedMemoryOperations, add_up
+from spartito.collectives.memory.rank_memory import Bytes, Memory
 
 Call = TypeVar("Call", bound=Callable[..., None])
 

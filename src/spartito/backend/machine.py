@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from spartito.backend.alarm import RankAlarm
 from spartito.backend.mail import RESERVE, Mail
-from spartito.collectives.memory import Memory
-from spartito.collectives.memory_operations import SharedMemoryOperations
-from spartito.collectives.store import Membership
+from spartito.collectives.membership.store import Membership
+from spartito.collectives.memory.memory_operations import SharedMemoryOperations
+from spartito.collectives.memory.rank_memory import Memory
 
 
 class OneMachine(SharedMemoryOperations):

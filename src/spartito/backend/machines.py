@@ -12,9 +12,9 @@ import numpy as np
 
 from spartito.backend.wire import NOTHING, Wire
 from spartito.collectives.arithmetic import Arithmetic
-from spartito.collectives.memory import Bytes
-from spartito.collectives.memory_operations import add_up, copy, slices
-from spartito.collectives.tcp import SMALL
+from spartito.collectives.memory.memory_operations import add_up, copy, slices
+from spartito.collectives.memory.rank_memory import Bytes
+from spartito.collectives.sockets.tcp import SMALL
 
 
 class SeveralMachines:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from spartito.backend.calls import different, encode
 from spartito.backend.work import Done, Receive
-from spartito.collectives.memory import PAGE, Memory, bytes_of
+from spartito.collectives.memory.rank_memory import PAGE, Memory, bytes_of
 from spartito.collectives.rows import row_to_read, written
 from spartito.errors import RefusedCallError
 from spartito.system import fences

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spartito.backend.work import Done, Receive
 from spartito.collectives.arithmetic import Arithmetic
-from spartito.collectives.memory import Bytes
+from spartito.collectives.memory.rank_memory import Bytes
 from spartito.errors import RefusedCallError
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spartito.backend.errors import DifferentCallsError
-from spartito.collectives.memory import Bytes
+from spartito.collectives.memory.rank_memory import Bytes
 from spartito.errors import RefusedCallError
 
 

@@ -11,12 +11,12 @@ from spartito.backend.alarm import RankAlarm
 from spartito.backend.calls import encode
 from spartito.backend.errors import LostRankError
 from spartito.backend.work import Done, Receive
-from spartito.collectives.connections import Connections, Wanted
-from spartito.collectives.links import MOST, Views
-from spartito.collectives.memory import Bytes
-from spartito.collectives.peers import connect_all
+from spartito.collectives.membership.store import Membership
+from spartito.collectives.memory.rank_memory import Bytes
 from spartito.collectives.rows import row_to_read, written
-from spartito.collectives.store import Membership
+from spartito.collectives.sockets.connections import Connections, Wanted
+from spartito.collectives.sockets.links import MOST, Views
+from spartito.collectives.sockets.peers import connect_all
 from spartito.errors import RefusedCallError, TaskLostError
 from spartito.waiting import Waiting
 from spartito.wire.addresses import Endpoint

@@ -147,7 +147,7 @@ def check(
             "`spartito data pack` names broken images and leaves them out; or check a copy here.",
         )
     if path is not None:
-        from spartito.data.check import main_check
+        from spartito.data.images.check import main_check
 
         raise typer.Exit(main_check(path, jfif_only, remove, move_to, json))
     from spartito.data.tools.packed_check import main_packed_check

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from spartito.collectives.calls import mismatch
 from spartito.collectives.collective import Collective, left
-from spartito.collectives.links import MOST_TEXT
-from spartito.collectives.store import error_from_text, error_to_text
+from spartito.collectives.membership.store import error_from_text, error_to_text
+from spartito.collectives.sockets.links import MOST_TEXT
 from spartito.errors import SpartitoError
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from spartito.collectives.memory import Bytes
+from spartito.collectives.memory.rank_memory import Bytes
 from spartito.errors import RefusedCallError
 
 NUMPY: dict[torch.dtype, Any] = {

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from spartito.collectives.calls import CurrentCall
 from spartito.collectives.collective import Collective, IdentityCollective, Piggybacked, Reducer
-from spartito.collectives.placement import Placement
-from spartito.collectives.store import error_from_text, error_to_text
+from spartito.collectives.membership.placement import Placement
+from spartito.collectives.membership.store import error_from_text, error_to_text
 from spartito.errors import MismatchedCallsError, SpartitoError, TaskLostError
 
 T = TypeVar("T")

@@ -35,9 +35,9 @@ from spartito.collectives.collective import (
     left,
     scale_of,
 )
-from spartito.collectives.liveness import GRACE, LivenessCheck
-from spartito.collectives.store import Membership
-from spartito.collectives.torch_store import for_torch
+from spartito.collectives.membership.liveness import GRACE, LivenessCheck
+from spartito.collectives.membership.store import Membership
+from spartito.collectives.membership.torch_store import for_torch
 from spartito.errors import SpartitoError, UserError, install_excepthook
 from spartito.heartbeat import resume, waits
 from spartito.waiting import HalfTime, Waiting

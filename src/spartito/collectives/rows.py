@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spartito.collectives.memory import Bytes
+from spartito.collectives.memory.rank_memory import Bytes
 from spartito.errors import RefusedCallError
 
 _KINDS = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}

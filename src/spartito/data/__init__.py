@@ -7,14 +7,14 @@ from spartito._lazy import attach as _attach
 if TYPE_CHECKING:
     from spartito.data.batch import Batch
     from spartito.data.blocks.opening import packed
-    from spartito.data.cifar import cifar10
     from spartito.data.dataset import Dataset, arrays, as_dataset, per_worker
-    from spartito.data.downloads import get
-    from spartito.data.folders import digits, idx, image_folder
+    from spartito.data.images.transforms import RandomFlip, RandomRotation, RandomTransform, Rescale
     from spartito.data.mixture import mix
+    from spartito.data.sets.cifar import cifar10
+    from spartito.data.sets.downloads import get
+    from spartito.data.sets.folders import digits, idx, image_folder
+    from spartito.data.sets.text import characters
     from spartito.data.source import InputContext
-    from spartito.data.text import characters
-    from spartito.data.transforms import RandomFlip, RandomRotation, RandomTransform, Rescale
     from spartito.data.windows.opening import tokens
 
 __getattr__ = _attach(
@@ -23,18 +23,18 @@ __getattr__ = _attach(
         "Batch": "spartito.data.batch",
         "Dataset": "spartito.data.dataset",
         "InputContext": "spartito.data.source",
-        "RandomFlip": "spartito.data.transforms",
-        "RandomRotation": "spartito.data.transforms",
-        "RandomTransform": "spartito.data.transforms",
-        "Rescale": "spartito.data.transforms",
+        "RandomFlip": "spartito.data.images.transforms",
+        "RandomRotation": "spartito.data.images.transforms",
+        "RandomTransform": "spartito.data.images.transforms",
+        "Rescale": "spartito.data.images.transforms",
         "arrays": "spartito.data.dataset",
         "as_dataset": "spartito.data.dataset",
-        "characters": "spartito.data.text",
-        "cifar10": "spartito.data.cifar",
-        "digits": "spartito.data.folders",
-        "get": "spartito.data.downloads",
-        "idx": "spartito.data.folders",
-        "image_folder": "spartito.data.folders",
+        "characters": "spartito.data.sets.text",
+        "cifar10": "spartito.data.sets.cifar",
+        "digits": "spartito.data.sets.folders",
+        "get": "spartito.data.sets.downloads",
+        "idx": "spartito.data.sets.folders",
+        "image_folder": "spartito.data.sets.folders",
         "mix": "spartito.data.mixture",
         "packed": "spartito.data.blocks.opening",
         "per_worker": "spartito.data.dataset",

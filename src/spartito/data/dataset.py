@@ -18,17 +18,18 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from spartito.data.batch import Batch
-from spartito.data.collate import collate
-from spartito.data.hugging_face import (
+from spartito.data.images.transforms import RandomTransform
+from spartito.data.memory import Arrays
+from spartito.data.reading.collate import collate
+from spartito.data.reading.order import DataShard, Lengths, group_rows, part_rows, shard_rows, steps
+from spartito.data.reading.prefetch import reading_threads
+from spartito.data.sets.hugging_face import (
     TableSource,
     check_one_split,
     collate_rows,
     is_stream,
     is_table,
 )
-from spartito.data.memory import Arrays
-from spartito.data.order import DataShard, Lengths, group_rows, part_rows, shard_rows, steps
-from spartito.data.prefetch import reading_threads
 from spartito.data.source import (
     BatchStream,
     BlockSource,
@@ -39,7 +40,6 @@ from spartito.data.source import (
     PerWorker,
     Source,
 )
-from spartito.data.transforms import RandomTransform
 from spartito.errors import UserError
 from spartito.notes import warn
 from spartito.numeric import is_whole
@@ -363,7 +363,7 @@ class Dataset:
 
     def __iter__(self) -> Iterator[Any]:
         """One epoch on one replica: its batches, or its examples before ``.batch``."""
-        from spartito.data.loader import Loader, examples  # which read data sets
+        from spartito.data.reading.loader import Loader, examples  # which read data sets
 
         if self.batched or isinstance(self.source, BatchStream | PerWorker):
             for batch in Loader(self):

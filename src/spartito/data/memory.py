@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from spartito.data.collate import check_rows, leaves, rows, rows_of
-from spartito.data.hugging_face import TableSource
-from spartito.data.placing import HOST, Placing
+from spartito.data.reading.collate import check_rows, leaves, rows, rows_of
+from spartito.data.reading.placing import HOST, Placing
+from spartito.data.sets.hugging_face import TableSource
 from spartito.data.source import Source
 from spartito.errors import UserError
 

@@ -10,13 +10,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from spartito.data.collate import collate, join, take
 from spartito.data.dataset import Dataset
-from spartito.data.order import Indices, permutation
-from spartito.data.passes import order_of
-from spartito.data.reading import Reading, make_reading
+from spartito.data.images.transforms import RandomTransform
+from spartito.data.reading.collate import collate, join, take
+from spartito.data.reading.order import Indices, permutation
+from spartito.data.reading.passes import order_of
+from spartito.data.reading.readers import Reading, make_reading
 from spartito.data.source import BatchSource, Found, OrderedSource, Source
-from spartito.data.transforms import RandomTransform
 from spartito.errors import UserError
 from spartito.numeric import is_whole
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from spartito.data.collate import collate
-from spartito.data.order import DataShard, Indices
+from spartito.data.reading.collate import collate
+from spartito.data.reading.order import DataShard, Indices
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ from statistics import median
 import msgspec
 
 from spartito.cluster.spec import REPLICA_ROLES, ROLES
-from spartito.collectives.placement import calls
+from spartito.collectives.membership.placement import calls
 from spartito.wire.addresses import machine_of, split_address
 
 SLOW_FACTOR = 5.0

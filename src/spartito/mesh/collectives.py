@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from spartito.collectives.collective import Collective
+from spartito.collectives.memory.shared_memory import SharedMemoryCollective
 from spartito.collectives.rows import is_channels_last
-from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.mesh.exchange import Exchange
 from spartito.mesh.spec import Blocks
 

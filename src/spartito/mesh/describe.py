@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from spartito.engine.optimizers import whole_shape
+from spartito.engine.updates.optimizers import whole_shape
 from spartito.errors import UserError
 from spartito.mesh import placing
 from spartito.mesh.collectives import Axis, summing_at_end

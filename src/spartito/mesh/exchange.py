@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spartito.collectives.calls import encode
-from spartito.collectives.shared_memory import SharedMemoryCollective
+from spartito.collectives.memory.shared_memory import SharedMemoryCollective
 
 SMALLEST = 1 << 20  # bytes of the first slots; more are made when a larger tensor comes
 WHOLE = 256 << 10  # bytes up to which each of several tasks adds up everything

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from spartito.engine.optimizers import whole_shape
+from spartito.engine.updates.optimizers import whole_shape
 from spartito.errors import UserError
 from spartito.mesh.layout import Dim
 from spartito.names import nearest

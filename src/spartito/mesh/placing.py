@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from spartito.checkpoint.cuts import Box
-from spartito.engine.batchnorm import SynchronizedForward
-from spartito.engine.meta_models import make
-from spartito.engine.optimizers import LOADING, WHOLE_SHAPE, whole_shape
+from spartito.engine.meta.meta_models import make
+from spartito.engine.modules.batchnorm import SynchronizedForward
+from spartito.engine.updates.optimizers import LOADING, WHOLE_SHAPE, whole_shape
 from spartito.errors import UserError
 from spartito.mesh.layout import Layout, check_dims
 from spartito.mesh.names import Dims, name_dims

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from spartito.engine.batchnorm import SynchronizedForward
+from spartito.engine.modules.batchnorm import SynchronizedForward
 from spartito.errors import UserError
 from spartito.mesh.functions import watch
 from spartito.mesh.recomputation import keep_shards

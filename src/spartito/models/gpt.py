@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spartito.errors import UserError
-from spartito.training.train_modes import evaluating
+from spartito.training.fitting.train_modes import evaluating
 
 
 class Memory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spartito.engine.host_reads import Number
+from spartito.engine.devices.host_reads import Number
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spartito.collectives.calls import encode
 from spartito.collectives.collective import Collective
-from spartito.engine.host_reads import Number
+from spartito.engine.devices.host_reads import Number
 from spartito.outer.delta_exchange import Exchange
 
 

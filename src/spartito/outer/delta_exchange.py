@@ -15,9 +15,9 @@ from torch import Tensor
 
 from spartito.collectives.collective import Collective
 from spartito.collectives.staged import to_host
-from spartito.engine import compression
-from spartito.engine.codes import Code
-from spartito.engine.compression import Compress, PowerSGD
+from spartito.engine.gradients import compression
+from spartito.engine.gradients.codes import Code
+from spartito.engine.gradients.compression import Compress, PowerSGD
 from spartito.errors import UserError
 
 
@@ -25,7 +25,7 @@ def choose(compress: Compress) -> Callable[[], Exchange]:
     """What makes the exchange of one prepared model.
 
     Args:
-        compress: As `spartito.engine.compression.choose` takes it, but for PowerSGD.
+        compress: As `spartito.engine.gradients.compression.choose` takes it, but for PowerSGD.
 
     Returns:
         A function that makes it.

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from spartito.engine.gradients import same
-from spartito.engine.host_reads import Number
-from spartito.engine.optimizers import unwrap, whole_shape
+from spartito.engine.devices.host_reads import Number
+from spartito.engine.gradients.gradient_sum import same
+from spartito.engine.updates.optimizers import unwrap, whole_shape
 from spartito.errors import UserError
 from spartito.outer.counts import Meetings
 from spartito.outer.fragment_schedule import Turns

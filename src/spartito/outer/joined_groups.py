@@ -8,9 +8,9 @@ from torch import Tensor
 
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.hierarchical import HierarchicalCollective
-from spartito.collectives.liveness import GRACE, LivenessCheck
-from spartito.collectives.placement import Placement
-from spartito.collectives.store import Membership
+from spartito.collectives.membership.liveness import GRACE, LivenessCheck
+from spartito.collectives.membership.placement import Placement
+from spartito.collectives.membership.store import Membership
 from spartito.errors import SpartitoError, TaskLostError
 from spartito.outer.delayed_step import Line, Now
 

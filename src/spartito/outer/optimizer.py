@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer
 
-from spartito.engine.divided_update import is_elementwise
-from spartito.engine.optimizers import move_state
+from spartito.engine.updates.divided_update import is_elementwise
+from spartito.engine.updates.optimizers import move_state
 from spartito.errors import UserError
 from spartito.numeric import is_number
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spartito.engine.gradients import same
-from spartito.engine.host_reads import Number
+from spartito.engine.devices.host_reads import Number
+from spartito.engine.gradients.gradient_sum import same
 from spartito.outer.counts import Meetings, Since
 from spartito.outer.delayed_step import Flight
 from spartito.outer.delta_exchange import Exchange, Whole

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spartito.engine.host_reads import Number
+from spartito.engine.devices.host_reads import Number
 from spartito.errors import SpartitoError
 from spartito.outer.counts import Meetings, Since
 from spartito.outer.joined_groups import JoinedGroups

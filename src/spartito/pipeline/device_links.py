@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from spartito.collectives.membership.rendezvous import Rendezvous
 from spartito.collectives.process_group import ProcessGroupCollective, works_there
-from spartito.collectives.rendezvous import Rendezvous
 
 
 class DeviceLinks:

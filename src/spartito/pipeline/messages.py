@@ -15,11 +15,11 @@ from spartito.backend.machine import OneMachine
 from spartito.backend.operations import Alone, Operations
 from spartito.collectives.calls import code_of, dtype_of
 from spartito.collectives.collective import Traffic
+from spartito.collectives.membership.rendezvous import Rendezvous
 from spartito.collectives.process_group import ProcessGroupCollective, works_there
-from spartito.collectives.rendezvous import Rendezvous
 from spartito.collectives.rows import is_channels_last
+from spartito.collectives.sockets.tcp import SocketCollective
 from spartito.collectives.staged import give_back, on_host, to_host
-from spartito.collectives.tcp import SocketCollective
 from spartito.errors import SpartitoError, TaskLostError
 from spartito.pipeline.cut import Cut
 from spartito.pipeline.device_links import DeviceLinks

@@ -11,7 +11,7 @@ from msgspec import structs
 from torch import Tensor
 
 from spartito.data.batch import Batch
-from spartito.data.collate import form, part_of, sizes
+from spartito.data.reading.collate import form, part_of, sizes
 from spartito.errors import UserError
 
 

@@ -28,8 +28,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as regions
 from torch.utils._pytree import tree_leaves, tree_map
 
-from spartito.engine.keyed_draws import Draws, Recording
 from spartito.engine.logged import listening
+from spartito.engine.randomness.keyed_draws import Draws, Recording
 from spartito.errors import UserError
 from spartito.mesh.functions import taking
 from spartito.mesh.sharded_tensor import Sharded, as_it_is, here_of, is_transformed

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from spartito.engine.kept_values import gradients_aside
+from spartito.engine.modules.kept_values import gradients_aside
 from spartito.errors import UserError
 from spartito.names import nearest
 from spartito.pipeline.cut import Cut

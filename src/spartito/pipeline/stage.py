@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spartito.engine.logged import Listener, hearing, listening
-from spartito.engine.randomness import replaying
+from spartito.engine.randomness.global_randomness import replaying
 from spartito.engine.step_context import StepContext, within
 from spartito.errors import UserError
 from spartito.mesh.sharded_tensor import TABLE, Sharded, all_whole, as_it_is, here_of

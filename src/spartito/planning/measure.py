@@ -101,7 +101,7 @@ def profile_of(program: Program, steps: Mapping[str, Any], exchanges: Mapping[st
 
     Args:
         program: What was profiled.
-        steps: As `spartito.training.step_profile` writes them.
+        steps: As `spartito.training.trials.step_profile` writes them.
         exchanges: As `spartito.planning.probe` does.
 
     Returns:
@@ -160,7 +160,7 @@ def memory_of(steps: Mapping[str, Any]) -> tuple[float, float]:
     each example, and what an update has in between.
 
     Args:
-        steps: As `spartito.training.step_profile` writes them.
+        steps: As `spartito.training.trials.step_profile` writes them.
 
     Returns:
         Bytes for each example, and of an update.

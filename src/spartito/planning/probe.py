@@ -154,10 +154,10 @@ def _exchanges(nbytes: int) -> dict[str, Any]:
     """What two tasks measure, with sums of so many bytes; the first one tells."""
     from torch.distributed import TCPStore
 
-    from spartito.collectives.shared_memory import Cores, SharedMemoryCollective
-    from spartito.collectives.store import Membership
-    from spartito.collectives.tcp import SocketCollective
-    from spartito.collectives.torch_store import OfTorch
+    from spartito.collectives.membership.store import Membership
+    from spartito.collectives.membership.torch_store import OfTorch
+    from spartito.collectives.memory.shared_memory import Cores, SharedMemoryCollective
+    from spartito.collectives.sockets.tcp import SocketCollective
     from spartito.system import shares_memory
     from spartito.system.capacity import cgroup_quota
     from spartito.wire.addresses import DRAWN, Endpoint
@@ -253,7 +253,7 @@ def _codes() -> dict[str, dict[str, float]]:
     """By code: bytes sent for each byte of numbers, and seconds of one to pack and unpack it."""
     import torch
 
-    from spartito.engine.compression import choose
+    from spartito.engine.gradients.compression import choose
 
     values, total = torch.randn(CODED), torch.zeros(CODED)
     found = {}

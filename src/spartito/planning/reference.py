@@ -130,11 +130,11 @@ def profiled(shape: Shape) -> dict[str, Any]:
         shape: Of the model.
 
     Returns:
-        As `spartito.training.step_profile` records it.
+        As `spartito.training.trials.step_profile` records it.
     """
     import spartito as sp
     from spartito.data.dataset import as_dataset
-    from spartito.training.step_profile import Profiler
+    from spartito.training.trials.step_profile import Profiler
 
     trainer = _trainer(sp.OneDeviceStrategy(), shape)
     return Profiler(trainer, as_dataset(_data(shape).batch(BATCH)), SECONDS).record()

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from spartito.cluster.endpoints import job_key, rendezvous_endpoint, server_endpoint, warn_if_open
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import ClusterSpec, Task
-from spartito.collectives.placement import note_sockets
-from spartito.collectives.versions import Versions
+from spartito.collectives.membership.placement import note_sockets
+from spartito.collectives.membership.versions import Versions
 from spartito.errors import SpartitoError, UserError
 from spartito.names import ENV_SNAPSHOT_DIR, listed, nearest, size
 from spartito.notes import note

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import spartito as sp
 from spartito.data.blocks.locating import images_at
-from spartito.data.images import SUBSETS, Subset, read_image
+from spartito.data.images.image_source import SUBSETS, Subset, read_image
 from spartito.data.source import BlockSource
 from spartito.recipes.options import fit, parse, run_folder
 

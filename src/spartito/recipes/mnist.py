@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
-from spartito.data.images import read_image
+from spartito.data.images.image_source import read_image
 from spartito.recipes.options import fit, parse, run_folder
 
 

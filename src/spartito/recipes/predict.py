@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from spartito.checkpoint.manager import CheckpointManager, read_checkpoint
-from spartito.data.text import decode, encode
+from spartito.data.sets.text import decode, encode
 from spartito.errors import CorruptSampleError, UserError, show
 from spartito.names import RECIPES
 

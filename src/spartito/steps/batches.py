@@ -13,14 +13,14 @@ from torch import Tensor
 
 from spartito.collectives.collective import Collective
 from spartito.data.batch import Batch
-from spartito.data.collate import head, without_rows
-from spartito.data.loader import SPARE, Loader
-from spartito.data.placing import Placing
-from spartito.engine.denormals import Denormals
+from spartito.data.reading.collate import head, without_rows
+from spartito.data.reading.loader import SPARE, Loader
+from spartito.data.reading.placing import Placing
+from spartito.engine.devices.denormals import Denormals
 from spartito.errors import UserError
 from spartito.outer.joined_groups import JoinedGroups
 from spartito.steps.distributed import Distributed, Figures, StepResult
-from spartito.steps.group_state import SECTION
+from spartito.steps.outer_loops.group_state import SECTION
 from spartito.steps.prepared import Pairs
 
 WAITING = "accumulated"

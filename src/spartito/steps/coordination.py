@@ -19,16 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from spartito.accelerators import rounding_id
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, Traffic
-from spartito.engine.batchnorm import average_statistics
-from spartito.engine.buffers import (
-    caches,
-    in_words,
-    refuse,
-    shared_buffers,
-    take_first,
-    unlike,
-    unlike_caches,
-)
 from spartito.engine.checksum import (
     OTHER_VALUES,
     OTHERS_LEARN,
@@ -38,11 +28,21 @@ from spartito.engine.checksum import (
     moments,
     outliers,
 )
-from spartito.engine.optimizers import unwrap
+from spartito.engine.modules.batchnorm import average_statistics
+from spartito.engine.modules.buffers import (
+    caches,
+    in_words,
+    refuse,
+    shared_buffers,
+    take_first,
+    unlike,
+    unlike_caches,
+)
+from spartito.engine.updates.optimizers import unwrap
 from spartito.errors import UnwritableError, UserError
 from spartito.notes import warn
 from spartito.steps.groups import ALIKE, Groups
-from spartito.steps.outer_loop import EveryStep, OuterLoop
+from spartito.steps.outer_loops.outer_loop import EveryStep, OuterLoop
 from spartito.steps.prepared import Pairs
 from spartito.steps.task_record import write_record
 

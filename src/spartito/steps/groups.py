@@ -12,7 +12,7 @@ from torch import Tensor
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.lane import Lane
-from spartito.collectives.rendezvous import WORLD, Rendezvous
+from spartito.collectives.membership.rendezvous import WORLD, Rendezvous
 from spartito.errors import TaskLostError
 
 DATA = "data"

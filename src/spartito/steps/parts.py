@@ -3,9 +3,9 @@
 ======== =====================================================================================
 topology Which tasks are connected, and whose data shard is which? (`spartito.steps.topology`)
 placement Where do a model's tensors lie?
-computation How does this task compute a batch with them? (`spartito.steps.computation`)
+computation How does this task compute a batch with them? (`spartito.steps.placements.computation`)
 exchange How do gradients become an update?
-outer    When and how do groups of replicas agree? (`spartito.steps.outer_loop`)
+outer    When and how do groups of replicas agree? (`spartito.steps.outer_loops.outer_loop`)
 recovery What is kept elsewhere, and who brings it back? (`spartito.steps.recovery`)
 ======== =====================================================================================
 
@@ -25,12 +25,12 @@ from torch.optim import Optimizer
 
 from spartito.checkpoint.cuts import Cut, NestedCut
 from spartito.checkpoint.saved_state import Saved
-from spartito.engine.gradients import Gradients
+from spartito.engine.gradients.gradient_sum import Gradients
 from spartito.errors import UserError
 from spartito.outer.group_values import Values
 from spartito.outer.joined_groups import JoinedGroups
-from spartito.steps.computation import Computation
 from spartito.steps.coordination import Account, Agreement
+from spartito.steps.placements.computation import Computation
 from spartito.steps.prepared import Pair
 from spartito.steps.recovery import EndsWithLoss, Recovering
 from spartito.steps.topology import Topology

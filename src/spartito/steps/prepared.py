@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito.engine.checksum import ROUNDING, DriftedError
-from spartito.engine.gradient_edits import Edits
-from spartito.engine.gradient_hooks import GradientHooks
-from spartito.engine.gradients import Accumulated, Gradients, same
-from spartito.engine.loss_halves import Comparisons
-from spartito.engine.optimizers import optimizer_parameters, unwrap
-from spartito.engine.precision import LossScale
-from spartito.engine.randomness import GlobalRandomness
+from spartito.engine.devices.precision import LossScale
+from spartito.engine.gradients.gradient_edits import Edits
+from spartito.engine.gradients.gradient_hooks import GradientHooks
+from spartito.engine.gradients.gradient_sum import Accumulated, Gradients, same
+from spartito.engine.losses.loss_halves import Comparisons
+from spartito.engine.modules.step_undo import Undo
+from spartito.engine.randomness.global_randomness import GlobalRandomness
 from spartito.engine.step_context import current
-from spartito.engine.step_undo import Undo
+from spartito.engine.updates.optimizers import optimizer_parameters, unwrap
 from spartito.errors import UserError
 
 

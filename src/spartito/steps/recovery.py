@@ -17,13 +17,13 @@ from spartito.accelerators import seed_generators
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, Piggybacked
-from spartito.collectives.placement import PROCESS_GROUP
+from spartito.collectives.membership.placement import PROCESS_GROUP
 from spartito.collectives.staged import to_host
 from spartito.data.batch import Batch
-from spartito.engine.gradients import Gradients
-from spartito.engine.optimizers import load_named_state, named_state, unwrap
+from spartito.engine.gradients.gradient_sum import Gradients
+from spartito.engine.modules.step_undo import Undo
 from spartito.engine.step_context import enter
-from spartito.engine.step_undo import Undo
+from spartito.engine.updates.optimizers import load_named_state, named_state, unwrap
 from spartito.errors import TaskLostError, UserError
 from spartito.steps.groups import send
 from spartito.steps.prepared import Pair

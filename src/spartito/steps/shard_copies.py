@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from spartito.collectives.collective import Collective
-from spartito.engine.optimizers import move_state, optimizer_parameters, unwrap
 from spartito.engine.sharding.blocks import Layout, Members
 from spartito.engine.sharding.homes import Home
 from spartito.engine.sharding.shard_copies import NONE, VALUES, Entry, Shard, ShardCopies
 from spartito.engine.sharding.sharded_gradients import ShardedGradients
+from spartito.engine.updates.optimizers import move_state, optimizer_parameters, unwrap
 from spartito.steps.groups import send
 from spartito.steps.prepared import Pair
 from spartito.steps.recovery import ElsewhereError, ShardsLostError, load_state, state_of

@@ -13,7 +13,7 @@ from spartito.checkpoint.cuts import Cut
 from spartito.checkpoint.saved_state import Saved, copy_cut, of_cut, whole
 from spartito.checkpoint.saving import Attempt
 from spartito.checkpoint.write_plan import Local
-from spartito.engine.optimizers import unwrap
+from spartito.engine.updates.optimizers import unwrap
 from spartito.errors import UserError
 from spartito.storage.tensors import same_tensors, unpack_state
 

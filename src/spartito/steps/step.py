@@ -28,11 +28,19 @@ from spartito.collectives.collective import IdentityCollective
 from spartito.collectives.process_group import works_there
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
-from spartito.data.loader import Loader, check_divides
-from spartito.data.placing import Placing
+from spartito.data.reading.loader import Loader, check_divides
+from spartito.data.reading.placing import Placing
 from spartito.data.source import PerWorker
-from spartito.engine import divided_state
-from spartito.engine.batchnorm import (
+from spartito.engine.checksum import DriftedError
+from spartito.engine.devices.denormals import Denormals, flushed
+from spartito.engine.devices.device import divide_cores, move
+from spartito.engine.devices.host_reads import Number, read
+from spartito.engine.devices.memory_check import check_memory
+from spartito.engine.devices.precision import choose_precision, convert, make_loss_scale
+from spartito.engine.gradients.gradient_sum import Gradients, reduced
+from spartito.engine.losses.loss import LossFunction, weigh
+from spartito.engine.meta.meta_models import is_unmade, making, plan_values
+from spartito.engine.modules.batchnorm import (
     asks_for_synchronization,
     batchnorms,
     is_synchronized,
@@ -40,17 +48,26 @@ from spartito.engine.batchnorm import (
     separate_batchnorm,
     synchronize_batchnorm,
 )
-from spartito.engine.checksum import DriftedError
-from spartito.engine.denormals import Denormals, flushed
-from spartito.engine.devices import divide_cores, move
-from spartito.engine.divided_update import DividedUpdates
-from spartito.engine.gradients import Gradients, reduced
-from spartito.engine.host_reads import Number, read
-from spartito.engine.loss import LossFunction, weigh
-from spartito.engine.memory_check import check_memory
-from spartito.engine.meta_models import is_unmade, making, plan_values
-from spartito.engine.optimizer_step import Asked, ask_before_steps, stepped_apart, stop_asking
-from spartito.engine.optimizers import (
+from spartito.engine.modules.trial_passes import meets_nobody
+from spartito.engine.randomness.global_randomness import globalize
+from spartito.engine.sharding.hidden_parameters import asleep, check_shown
+from spartito.engine.step_context import (
+    UNKNOWN,
+    StepContext,
+    belong,
+    enter,
+    enter_none,
+    leave,
+)
+from spartito.engine.updates import divided_state
+from spartito.engine.updates.divided_update import DividedUpdates
+from spartito.engine.updates.optimizer_step import (
+    Asked,
+    ask_before_steps,
+    stepped_apart,
+    stop_asking,
+)
+from spartito.engine.updates.optimizers import (
     NoOptimizer,
     OptimizerLike,
     check_computes_once,
@@ -69,18 +86,6 @@ from spartito.engine.optimizers import (
     skipping,
     unwrap,
 )
-from spartito.engine.precision import choose_precision, convert, make_loss_scale
-from spartito.engine.randomness import globalize
-from spartito.engine.sharding.hidden_parameters import asleep, check_shown
-from spartito.engine.step_context import (
-    UNKNOWN,
-    StepContext,
-    belong,
-    enter,
-    enter_none,
-    leave,
-)
-from spartito.engine.trial_passes import meets_nobody
 from spartito.errors import SpartitoError, UserError
 from spartito.mesh.placing import hidden
 from spartito.names import nearest
@@ -88,11 +93,11 @@ from spartito.notes import note, warn
 from spartito.outer.group_values import Replicas, Values
 from spartito.outer.joined_groups import JoinedGroups
 from spartito.steps.batches import Placed, Together
-from spartito.steps.computation import Evaluated, WholeModel, are_spare, no_gradient
 from spartito.steps.coordination import Coordination
 from spartito.steps.distributed import Distributed, StepResult
 from spartito.steps.groups import Groups
 from spartito.steps.parts import Parts, Settings, State
+from spartito.steps.placements.computation import Evaluated, WholeModel, are_spare, no_gradient
 from spartito.steps.prepared import LoopState, Pair, check_taken, check_unchanged, take, tensors_of
 from spartito.steps.state_parts import (
     load_model,

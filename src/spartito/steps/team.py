@@ -12,14 +12,14 @@ from spartito.accelerators import use
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective
-from spartito.collectives.rendezvous import Rendezvous
+from spartito.collectives.membership.rendezvous import Rendezvous
 from spartito.data.batch import Batch
-from spartito.engine import clipping
+from spartito.engine.gradients import clipping
 from spartito.errors import TaskLostError
 from spartito.registry import strategy_info, strategy_names
 from spartito.steps.coordination import Coordination, SynchronousCoordination
 from spartito.steps.groups import Groups
-from spartito.steps.outer_loop import EveryStep, OuterLoop
+from spartito.steps.outer_loops.outer_loop import EveryStep, OuterLoop
 from spartito.steps.prepared import Pairs
 from spartito.steps.topology import OneShardEach, Topology
 
@@ -177,7 +177,7 @@ class Team:
         """Whether the gradients of several tasks make one update."""
         return self.replicas.world_size > 1
 
-    # How a batch is divided (`spartito.steps.computation.Division`)
+    # How a batch is divided (`spartito.steps.placements.computation.Division`)
 
     @property
     def divides(self) -> bool:

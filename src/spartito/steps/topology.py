@@ -8,7 +8,7 @@ from typing import Protocol
 
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective
-from spartito.collectives.rendezvous import WORLD, Rendezvous
+from spartito.collectives.membership.rendezvous import WORLD, Rendezvous
 from spartito.mesh.axes import PIPELINE, Mesh
 from spartito.steps.groups import AXIS, COPIES, DATA, LAYERS, MODEL, SHARDS, one_shard_each
 

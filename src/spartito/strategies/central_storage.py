@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from spartito.collectives.ways import THROUGH_HOST
-from spartito.steps.one_copy import OneCopy, OneMemory, check_devices
+from spartito.collectives.membership.ways import THROUGH_HOST
+from spartito.steps.exchanges.one_copy import OneCopy, OneMemory, check_devices
 from spartito.steps.parts import Parts
-from spartito.steps.replicated import Replicated
+from spartito.steps.placements.replicated import Replicated
 from spartito.steps.team import Team
 from spartito.strategies.declaration import Strategy
 

@@ -22,14 +22,14 @@ from spartito.cluster.resolver import resolve
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.data.batch import Batch
 from spartito.declared import Declared, described, parse
-from spartito.engine.devices import choose_device
-from spartito.engine.loss import LossFunction
-from spartito.engine.optimizers import OptimizerLike
+from spartito.engine.devices.device import choose_device
+from spartito.engine.losses.loss import LossFunction
+from spartito.engine.updates.optimizers import OptimizerLike
 from spartito.errors import UserError
 from spartito.registry import OF_THE_JOB, other_option, strategy_info
 from spartito.steps.coordination import Coordination
 from spartito.steps.distributed import Distributed, StepResult
-from spartito.steps.outer_loop import OuterLoop
+from spartito.steps.outer_loops.outer_loop import OuterLoop
 from spartito.steps.parts import Parts, Settings
 from spartito.steps.recovery import chosen_recovery
 from spartito.steps.step import Step

@@ -12,9 +12,9 @@ from spartito.outer.fragment_schedule import turns_of
 from spartito.outer.groups import TOKENS, Asked, Sites, check_weights, updates_between
 from spartito.outer.optimizer import Average, OuterOptimizer, choose
 from spartito.registry import strategy_info
-from spartito.steps.group_topology import Grouping
-from spartito.steps.local_sgd import LocalSGD
-from spartito.steps.outer_loop import OuterLoop
+from spartito.steps.outer_loops.group_topology import Grouping
+from spartito.steps.outer_loops.local_sgd import LocalSGD
+from spartito.steps.outer_loops.outer_loop import OuterLoop
 from spartito.steps.parts import Parts
 from spartito.steps.step import Step
 from spartito.steps.team import Team

@@ -8,16 +8,21 @@ from typing import Any
 
 from torch import nn
 
-from spartito.engine.compression import Compress
+from spartito.engine.gradients.compression import Compress
 from spartito.errors import UserError
 from spartito.mesh.describe import Description
 from spartito.mesh.layout import DEFAULT, read_rules
-from spartito.steps.all_reduce import AllReduce
+from spartito.steps.exchanges.all_reduce import AllReduce
+from spartito.steps.exchanges.sharded import BLOCK, Sharded
 from spartito.steps.parts import Exchange, Parts
+from spartito.steps.placements.tensor_parallel import (
+    InColumns,
+    TensorParallel,
+    check_recovery,
+    mesh_of,
+)
 from spartito.steps.recovery import EndsWithLoss, Recovering, Regrouping
-from spartito.steps.sharded import BLOCK, Sharded
 from spartito.steps.team import Team
-from spartito.steps.tensor_parallel import InColumns, TensorParallel, check_recovery, mesh_of
 from spartito.steps.topology import Grid
 from spartito.strategies.declaration import Strategy
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spartito.engine.compression import Compress
-from spartito.engine.streamed_gradients import BUCKET
-from spartito.steps.all_reduce import AllReduce
+from spartito.engine.gradients.compression import Compress
+from spartito.engine.gradients.streamed_gradients import BUCKET
+from spartito.steps.exchanges.all_reduce import AllReduce
 from spartito.steps.parts import Parts
-from spartito.steps.replicated import replicas
+from spartito.steps.placements.replicated import replicas
 from spartito.steps.team import Team
 from spartito.strategies.declaration import Strategy
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spartito.steps.all_reduce import AllReduce
+from spartito.steps.exchanges.all_reduce import AllReduce
 from spartito.steps.parts import Parts
-from spartito.steps.replicated import replicas
+from spartito.steps.placements.replicated import replicas
 from spartito.steps.team import Team
 from spartito.strategies.declaration import Strategy
 

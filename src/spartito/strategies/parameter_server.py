@@ -9,16 +9,16 @@ from typing import Any
 from spartito.cluster.limits import time_limit
 from spartito.cluster.recovery import Recovery
 from spartito.declared import Declared
-from spartito.engine.devices import choose_device
+from spartito.engine.devices.device import choose_device
 from spartito.errors import UserError
 from spartito.outer.groups import TOKENS, Asked
 from spartito.outer.optimizer import OuterOptimizer
 from spartito.ps.job import Options
 from spartito.ps.protocol.rules import Rules, stale_rules
 from spartito.registry import strategy_info
-from spartito.steps.outer_loop import OuterLoop
+from spartito.steps.outer_loops.outer_loop import OuterLoop
 from spartito.steps.parts import Parts
-from spartito.steps.replicated import Replicated
+from spartito.steps.placements.replicated import Replicated
 from spartito.steps.servers.group_member import cluster_of
 from spartito.steps.servers.groups import EVERY, Apart
 from spartito.steps.servers.step import Push, ServedStep, ServedTeam, Service, ToServers

@@ -8,21 +8,21 @@ from typing import Any
 
 from torch import nn
 
-from spartito.engine.compression import Compress
+from spartito.engine.gradients.compression import Compress
 from spartito.errors import UserError
 from spartito.mesh.axes import PIPELINE, Mesh
 from spartito.mesh.describe import Description
 from spartito.mesh.layout import DEFAULT, read_rules
 from spartito.pipeline import schedules
 from spartito.pipeline.schedules import Shape
-from spartito.steps.all_reduce import AllReduce
+from spartito.steps.exchanges.all_reduce import AllReduce
+from spartito.steps.exchanges.sharded import Sharded
 from spartito.steps.parts import Exchange, Parts
+from spartito.steps.placements.stage_passes import check_options
+from spartito.steps.placements.stages import Lines, Stages, layout_without_stages, mesh_of_stages
+from spartito.steps.placements.tensor_parallel import InColumns, TensorParallel, check_recovery
 from spartito.steps.recovery import Regrouping
-from spartito.steps.sharded import Sharded
-from spartito.steps.stage_passes import check_options
-from spartito.steps.stages import Lines, Stages, layout_without_stages, mesh_of_stages
 from spartito.steps.team import Team
-from spartito.steps.tensor_parallel import InColumns, TensorParallel, check_recovery
 from spartito.steps.topology import Grid
 from spartito.strategies.declaration import Strategy
 

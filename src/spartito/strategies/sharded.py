@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spartito.engine.compression import Compress
+from spartito.engine.gradients.compression import Compress
 from spartito.errors import UserError
 from spartito.names import divisors
+from spartito.steps.exchanges.sharded import BLOCK, InShards, Sharded
 from spartito.steps.parts import Parts
+from spartito.steps.placements.replicated import Replicated
 from spartito.steps.recovery import EndsWithLoss, Recovering, Regrouping
-from spartito.steps.replicated import Replicated
-from spartito.steps.sharded import BLOCK, InShards, Sharded
 from spartito.steps.team import Team
 from spartito.steps.topology import Rows
 from spartito.strategies.declaration import Strategy

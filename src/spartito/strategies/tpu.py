@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from spartito.engine.full_batches import FullBatches
-from spartito.steps.all_reduce import AllReduce
-from spartito.steps.computation import WholeModel
+from spartito.engine.devices.full_batches import FullBatches
+from spartito.steps.exchanges.all_reduce import AllReduce
 from spartito.steps.parts import Parts
-from spartito.steps.replicated import replicas
+from spartito.steps.placements.computation import WholeModel
+from spartito.steps.placements.replicated import replicas
 from spartito.steps.team import Team
 from spartito.strategies.declaration import Strategy
 

@@ -10,18 +10,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from spartito.engine.loss import LossFunction
+from spartito.engine.losses.loss import LossFunction
 from spartito.errors import UserError
 from spartito.steps.coordination import Coordination
 from spartito.strategies import Strategy
+from spartito.training.fitting.preemption import Notice
+from spartito.training.fitting.train_modes import Modes
 from spartito.training.history import History
 from spartito.training.metrics import Metric
-from spartito.training.preemption import Notice
-from spartito.training.train_modes import Modes
 
 if TYPE_CHECKING:
-    from spartito.training.nonfinite import Skips
-    from spartito.training.schedule import Schedule
+    from spartito.training.fitting.nonfinite import Skips
+    from spartito.training.fitting.schedule import Schedule
 
 Logs = Mapping[str, Any]
 Where = TypeVar("Where", str, Path)

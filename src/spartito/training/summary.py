@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from spartito.engine.optimizers import whole_shape
+from spartito.engine.updates.optimizers import whole_shape
 from spartito.errors import UserError
 from spartito.names import aligned
-from spartito.training.train_modes import evaluating
+from spartito.training.fitting.train_modes import evaluating
 
 Shapes = Mapping[str, str]
 

@@ -15,15 +15,15 @@ from spartito import status
 from spartito.checkpoint.in_store import StoredCheckpoint
 from spartito.checkpoint.manager import read_sections
 from spartito.data.dataset import Dataset, as_dataset
-from spartito.engine.devices import move
-from spartito.engine.loss import LossFunction, make_loss
-from spartito.engine.optimizers import (
+from spartito.engine.devices.device import move
+from spartito.engine.losses.loss import LossFunction, make_loss
+from spartito.engine.modules.recompute import Recompute, recompute
+from spartito.engine.updates.optimizers import (
     NoOptimizer,
     OptimizerLike,
     check_computes_once,
     unwrap,
 )
-from spartito.engine.recompute import Recompute, recompute
 from spartito.errors import PreemptedError, UnwritableError, UserError
 from spartito.folders import check_free
 from spartito.notes import note, warn
@@ -37,15 +37,27 @@ from spartito.training.arguments import (
     known_names,
 )
 from spartito.training.backups.identity import options_of
-from spartito.training.batch_size_finder import BatchSizes, find_batch_size
 from spartito.training.callback import Callback, Where, check_given
 from spartito.training.callbacks.backup_and_restore import BackupAndRestore
-from spartito.training.custom_step import StepFunction, custom_step
-from spartito.training.eval_prediction import ComputeMetrics
-from spartito.training.evaluation import Evaluation
-from spartito.training.evaluation_figures import Figures
-from spartito.training.evaluator import check_callbacks, first_checkpoint, follow, own_checkpoint
-from spartito.training.fit_data import (
+from spartito.training.evaluation.eval_prediction import ComputeMetrics
+from spartito.training.evaluation.evaluate import Evaluation
+from spartito.training.evaluation.evaluation_figures import Figures
+from spartito.training.evaluation.evaluator import (
+    check_callbacks,
+    first_checkpoint,
+    follow,
+    own_checkpoint,
+)
+from spartito.training.evaluation.predictions import predicted
+from spartito.training.files.loss_buffers import LossBuffers
+from spartito.training.files.output_folders import held_outputs
+from spartito.training.files.resume import find_together, into_epoch, restore, trained_on
+from spartito.training.files.run_folder import RunFolder, check_task
+from spartito.training.files.saving import Saves
+from spartito.training.files.weights import Loaded, load_weights, save_weights
+from spartito.training.files.write_refusals import what_is_lost
+from spartito.training.fitting.custom_step import StepFunction, custom_step
+from spartito.training.fitting.fit_data import (
     BATCH,
     Weights,
     check_weights,
@@ -53,29 +65,22 @@ from spartito.training.fit_data import (
     training_data,
     with_class_weights,
 )
-from spartito.training.gradient_norm import report_norm
+from spartito.training.fitting.gradient_norm import report_norm
+from spartito.training.fitting.lightning_module import Position, is_lightning, parts_of
+from spartito.training.fitting.nonfinite import Skips, checked, have_skipped
+from spartito.training.fitting.own_callbacks import with_own
+from spartito.training.fitting.packed_documents import check_documents
+from spartito.training.fitting.preemption import Notice
+from spartito.training.fitting.schedule import Schedule, SchedulerLike, make_scheduler
+from spartito.training.fitting.shared_strategies import with_its_pair
+from spartito.training.fitting.train_modes import Modes, evaluating
 from spartito.training.history import History
-from spartito.training.lightning_module import Position, is_lightning, parts_of
 from spartito.training.loops.choice import make_loop
 from spartito.training.loops.training_loop import TrainingLoop
-from spartito.training.loss_buffers import LossBuffers
 from spartito.training.metrics.names import MetricLike, make_metrics
-from spartito.training.nonfinite import Skips, checked, have_skipped
-from spartito.training.output_folders import held_outputs
-from spartito.training.own_callbacks import with_own
-from spartito.training.packed_documents import check_documents
-from spartito.training.predictions import predicted
-from spartito.training.preemption import Notice
-from spartito.training.rate_finder import LearningRates, find_learning_rate
-from spartito.training.resume import find_together, into_epoch, restore, trained_on
-from spartito.training.run_folder import RunFolder, check_task
-from spartito.training.saving import Saves
-from spartito.training.schedule import Schedule, SchedulerLike, make_scheduler
-from spartito.training.shared_strategies import with_its_pair
-from spartito.training.step_profile import is_wanted, profile_and_end
-from spartito.training.train_modes import Modes, evaluating
-from spartito.training.weights import Loaded, load_weights, save_weights
-from spartito.training.write_refusals import what_is_lost
+from spartito.training.trials.batch_size_finder import BatchSizes, find_batch_size
+from spartito.training.trials.rate_finder import LearningRates, find_learning_rate
+from spartito.training.trials.step_profile import is_wanted, profile_and_end
 from spartito.urls import is_remote, local_path
 
 
@@ -111,7 +116,7 @@ class Trainer:
         checkpoint_activations: Which modules keep no activations and compute them again in the
             backward pass: less memory, more time, the same numbers. True: the entries of
             each Sequential and ModuleList that have submodules; a number of bytes; classes; or a
-            function of a module (`spartito.engine.recompute`).
+            function of a module (`spartito.engine.modules.recompute`).
         deterministic: Gives one device's numbers at any number of replicas. BatchNorm and its
             subclasses are synchronized; what cannot be divided is refused.
         seed: Of the order of examples and of all that is random in training.

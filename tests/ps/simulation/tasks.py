@@ -14,7 +14,7 @@ from msgspec import structs
 from torch import Tensor
 from torch.optim import SGD
 
-from spartito.collectives.versions import Versions
+from spartito.collectives.membership.versions import Versions
 from spartito.errors import SpartitoError, TaskLostError
 from spartito.ps.chief import JOB, Chief, views_of
 from spartito.ps.client.appointments import SILENT_SECONDS, Appointments

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from spartito.data.blocks.formats import Columns, Format, Missing
 from spartito.data.blocks.index import Blocks
 from spartito.data.blocks.source import PackedSource
-from spartito.data.order import Indices
-from spartito.data.progress import Progress
+from spartito.data.reading.order import Indices
+from spartito.data.reading.progress import Progress
 from spartito.data.source import BatchSource, Found
 from spartito.errors import UserError
 from spartito.numeric import is_whole

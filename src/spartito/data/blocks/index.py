@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from spartito.data.blocks.formats import Block, FileIndex, Format
-from spartito.data.order import Indices
-from spartito.data.progress import Progress
+from spartito.data.reading.order import Indices
+from spartito.data.reading.progress import Progress
 from spartito.errors import UserError
 from spartito.storage.files import File, Files, RangeReader
 from spartito.storage.span_cache import Entry, SpanCache

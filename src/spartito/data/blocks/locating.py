@@ -12,8 +12,8 @@ from spartito.data.blocks.lance_tables import NAME as TABLE
 from spartito.data.blocks.lance_tables import is_table, open_table
 from spartito.data.blocks.manifest import Manifest, find_manifest, shards_of
 from spartito.data.blocks.reading import BlockFiles, BlockReader
-from spartito.data.headers import EXTENSIONS
-from spartito.data.walk import has_images, is_image
+from spartito.data.images.headers import EXTENSIONS
+from spartito.data.images.walk import has_images, is_image
 from spartito.errors import UserError
 from spartito.storage.files import (
     File,

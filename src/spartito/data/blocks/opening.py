@@ -15,9 +15,9 @@ from spartito.data.blocks.index import find_blocks
 from spartito.data.blocks.locating import locate
 from spartito.data.blocks.source import PackedSource
 from spartito.data.dataset import Dataset
-from spartito.data.decode import Color
-from spartito.data.images import Subset, check_split
-from spartito.data.prefetch import reading_threads
+from spartito.data.images.decode import Color
+from spartito.data.images.image_source import Subset, check_split
+from spartito.data.reading.prefetch import reading_threads
 from spartito.errors import UserError
 from spartito.storage.span_cache import SpanCache, default_cache
 

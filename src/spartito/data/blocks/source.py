@@ -14,11 +14,11 @@ from torch import Tensor
 from spartito.data.blocks.formats import Columns, Format, Missing
 from spartito.data.blocks.index import Blocks
 from spartito.data.blocks.reading import BlockFiles, BlockReader, check_unchanged
-from spartito.data.collate import collate
-from spartito.data.decode import MODES, Color, pixels_of
-from spartito.data.headers import ImageFault
-from spartito.data.images import empty_pixels, tensor_of
-from spartito.data.order import Indices
+from spartito.data.images.decode import MODES, Color, pixels_of
+from spartito.data.images.headers import ImageFault
+from spartito.data.images.image_source import empty_pixels, tensor_of
+from spartito.data.reading.collate import collate
+from spartito.data.reading.order import Indices
 from spartito.data.source import BatchSource, Found
 from spartito.errors import CorruptSampleError, UserError
 from spartito.names import plural, size

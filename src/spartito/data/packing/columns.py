@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from spartito.data.blocks.formats import Columns, Missing
-from spartito.data.headers import READABLE, sniff
+from spartito.data.images.headers import READABLE, sniff
 from spartito.errors import UserError
 
 Kind = Literal["image", "bytes", "string", "integer", "number", "boolean", "array", "json"]

@@ -13,12 +13,12 @@ import msgspec
 import numpy as np
 
 from spartito.data.blocks.manifest import NAME, VERSION, LeftOut, Manifest, Shard, decode_manifest
-from spartito.data.order import Indices
 from spartito.data.packing.columns import KEY
 from spartito.data.packing.destination import Destination, Hashing
 from spartito.data.packing.sources import Source, Unread
 from spartito.data.packing.writers import Writing
-from spartito.data.progress import Progress
+from spartito.data.reading.order import Indices
+from spartito.data.reading.progress import Progress
 from spartito.errors import UserError
 from spartito.system.capacity import available_cores
 

@@ -14,13 +14,13 @@ from PIL import __version__ as pillow
 
 from spartito.data.blocks.formats import Columns, Missing
 from spartito.data.blocks.locating import Located, PackedSet, open_set
-from spartito.data.decode import decode
-from spartito.data.headers import ImageFault, promised_format
-from spartito.data.image_files import Stamp
-from spartito.data.labelled import Labelled, find_labelled
-from spartito.data.order import Indices, permutation, spread
+from spartito.data.images.decode import decode
+from spartito.data.images.headers import ImageFault, promised_format
+from spartito.data.images.image_files import Stamp
+from spartito.data.images.labelled import Labelled, find_labelled
 from spartito.data.packing.columns import KEY, Column, Row, columns_of, keys_of
-from spartito.data.progress import Progress
+from spartito.data.reading.order import Indices, permutation, spread
+from spartito.data.reading.progress import Progress
 from spartito.urls import is_remote, local_path
 
 UNKNOWN = 100_000

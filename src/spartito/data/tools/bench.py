@@ -25,12 +25,12 @@ from spartito.data.blocks.locating import PackedSet, images_at, locate, open_set
 from spartito.data.blocks.reading import THREADS, BlockFiles
 from spartito.data.blocks.source import PackedSource
 from spartito.data.dataset import Dataset
-from spartito.data.decode import pixels_of, read_bytes
-from spartito.data.folders import image_folder
-from spartito.data.headers import READABLE, ImageFault, promised_format, sniff
-from spartito.data.images import ImageFolder
-from spartito.data.order import permutation
-from spartito.data.prefetch import reading_threads
+from spartito.data.images.decode import pixels_of, read_bytes
+from spartito.data.images.headers import READABLE, ImageFault, promised_format, sniff
+from spartito.data.images.image_source import ImageFolder
+from spartito.data.reading.order import permutation
+from spartito.data.reading.prefetch import reading_threads
+from spartito.data.sets.folders import image_folder
 from spartito.errors import UserError, show
 from spartito.names import plural, size
 from spartito.storage.span_cache import SpanCache
@@ -404,7 +404,7 @@ def _read(data: Measured, seconds: float) -> Rate:
 
 def _feed(data: Measured, seconds: float, batch_size: int) -> Rate:
     """Take batches until the time is over; corrupt examples count."""
-    from spartito.data.loader import Loader
+    from spartito.data.reading.loader import Loader
 
     batches = Loader(data.dataset().skip_corrupt(sys.maxsize).batch(batch_size))
     return _timed(((batch.global_size, 0) for batch in batches), seconds)

@@ -6,8 +6,8 @@ import sys
 from json import dumps
 from pathlib import Path
 
-from spartito.data.downloads import get
-from spartito.data.known_sets import KNOWN
+from spartito.data.sets.downloads import get
+from spartito.data.sets.known_sets import KNOWN
 from spartito.errors import UserError, show
 from spartito.names import size
 

@@ -23,10 +23,10 @@ from spartito.data.blocks.locating import Located, locate
 from spartito.data.blocks.manifest import NAME, Shard, check_whole, find_manifest
 from spartito.data.blocks.reading import BlockFiles
 from spartito.data.blocks.tars import names_in, split_name
-from spartito.data.decode import decode
-from spartito.data.headers import READABLE, ImageFault, promised_format, sniff
-from spartito.data.prefetch import read_ahead
-from spartito.data.progress import Progress
+from spartito.data.images.decode import decode
+from spartito.data.images.headers import READABLE, ImageFault, promised_format, sniff
+from spartito.data.reading.prefetch import read_ahead
+from spartito.data.reading.progress import Progress
 from spartito.errors import UserError, show
 from spartito.storage.files import File, Files, is_for_good, names_folder, open_files, read_range
 from spartito.storage.remote import UnreadableError

@@ -10,8 +10,8 @@ from itertools import accumulate
 import msgspec
 import numpy as np
 
-from spartito.data.order import Indices
-from spartito.data.progress import Progress
+from spartito.data.reading.order import Indices
+from spartito.data.reading.progress import Progress
 from spartito.data.windows.token_blocks import VERSION, TokenBlocks
 from spartito.errors import UserError
 from spartito.notes import warn

@@ -12,8 +12,8 @@ from spartito.data.blocks.locating import locate
 from spartito.data.blocks.reading import BlockFiles
 from spartito.data.blocks.texts import Texts
 from spartito.data.dataset import Dataset
-from spartito.data.hugging_face import check_one_split, is_table
-from spartito.data.prefetch import reading_threads
+from spartito.data.reading.prefetch import reading_threads
+from spartito.data.sets.hugging_face import check_one_split, is_table
 from spartito.data.windows.counts import count_tokens
 from spartito.data.windows.documents import Documents, PackedDocuments, TableDocuments
 from spartito.data.windows.source import Layout, WindowSource

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from spartito.data.blocks.reading import BlockReader
-from spartito.data.collate import rows
-from spartito.data.order import Indices
+from spartito.data.reading.collate import rows
+from spartito.data.reading.order import Indices
 from spartito.data.source import BatchSource, Found
 from spartito.data.windows.token_blocks import TokenBlock, TokenBlocks, join
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spartito.data.blocks.formats import Columns, Missing
-from spartito.data.order import Indices
+from spartito.data.reading.order import Indices
 from spartito.data.windows.documents import Documents
 from spartito.data.windows.tokenizers import Tokenizer
 from spartito.errors import UserError

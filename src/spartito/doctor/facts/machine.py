@@ -15,7 +15,7 @@ from pathlib import Path
 from spartito.cluster.endpoints import check_drawn
 from spartito.cluster.resolver import remarks, starter
 from spartito.cluster.spec import NO_RANK, ClusterSpec
-from spartito.collectives.placement import PROCESS_GROUP
+from spartito.collectives.membership.placement import PROCESS_GROUP
 from spartito.declared import declared_by
 from spartito.doctor.facts import network
 from spartito.doctor.facts.devices import devices

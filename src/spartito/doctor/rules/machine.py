@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from spartito.cluster.spec import EVALUATOR
-from spartito.collectives.versions import Versions
+from spartito.collectives.membership.versions import Versions
 from spartito.doctor.findings import Facts, Findings
 from spartito.doctor.rules.verdict import Severity, Verdict, Verdicts
 from spartito.doctor.wording import amount, joined

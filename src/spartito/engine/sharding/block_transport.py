@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spartito.collectives.calls import encode
 from spartito.collectives.collective import Collective, Piggybacked
-from spartito.collectives.shared_memory import SharedMemoryCollective
+from spartito.collectives.memory.shared_memory import SharedMemoryCollective
 
 ROUND = 4 << 20
 """Bytes that a replica shows in one round, over all shards."""

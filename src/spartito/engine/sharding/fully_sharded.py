@@ -25,15 +25,15 @@ from torch.utils._pytree import tree_map
 
 from spartito.collectives.collective import HALF, left
 from spartito.collectives.process_group import ProcessGroupCollective
-from spartito.engine.memory_layout import viewing
-from spartito.engine.meta_models import make
+from spartito.engine.devices.memory_layout import viewing
+from spartito.engine.meta.meta_models import make
+from spartito.engine.modules.trial_passes import is_trial
 from spartito.engine.sharding.block_transport import Stage
 from spartito.engine.sharding.blocks import Members, RowLayout
 from spartito.engine.sharding.fully_sharded_block import FullyShardedBlock
 from spartito.engine.sharding.gathering import saving
 from spartito.engine.sharding.hidden_parameters import computes_in, cover, no_copies, uncover
 from spartito.engine.sharding.homes import BlockOfHome, Home, same_bits, shows, whole_homes
-from spartito.engine.trial_passes import is_trial
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _WANTED = ("reset_iter_state", "set_custom_reduce_scatter", "set_reduce_scatter_unused_params")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spartito.collectives.collective import Collective
-from spartito.engine.host_reads import Number
+from spartito.engine.devices.host_reads import Number
 from spartito.engine.sharding.shard_parts import parts_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Protocol, SupportsIndex
 import torch
 from torch import nn
 
-from spartito.engine.optimizers import LOADING
+from spartito.engine.updates.optimizers import LOADING
 from spartito.errors import UserError
 
 
@@ -66,8 +66,8 @@ class Hidden(nn.Parameter):
 def computes_in(thread: int) -> bool:
     """Whether a call is of the model's own computation.
 
-    Calls in other threads only count random numbers (`spartito.engine.randomness`): all values do.
-    A backward pass, which may compute again what it needs, has threads of its own on devices.
+    Calls in other threads only count random numbers, in `engine.randomness`: all values do. A
+    backward pass, which may compute again what it needs, has threads of its own on devices.
 
     Args:
         thread: The one that prepared the model.

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from spartito.collectives.collective import Collective
-from spartito.collectives.pages import PAGE, PrivatePages
-from spartito.collectives.segment import Segment
+from spartito.collectives.memory.pages import PAGE, PrivatePages
+from spartito.collectives.memory.segment import Segment
 from spartito.engine.checksum import OTHER_VALUES, checksum, different, outliers
-from spartito.engine.host_reads import Number
-from spartito.engine.memory_layout import viewing
-from spartito.engine.meta_models import make
+from spartito.engine.devices.host_reads import Number
+from spartito.engine.devices.memory_layout import viewing
+from spartito.engine.meta.meta_models import make
 from spartito.engine.sharding.block_transport import Stage
 from spartito.engine.sharding.blocks import Layout, Members, Section
 from spartito.engine.sharding.hidden_parameters import cover, no_copies, uncover

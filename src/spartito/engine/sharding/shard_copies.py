@@ -22,10 +22,10 @@ from torch import Tensor
 
 from spartito.collectives.calls import encode
 from spartito.collectives.collective import Collective
-from spartito.collectives.pages import PAGE
-from spartito.collectives.shared_memory import SharedMemoryCollective
+from spartito.collectives.memory.pages import PAGE
+from spartito.collectives.memory.shared_memory import SharedMemoryCollective
+from spartito.collectives.sockets.tcp import SocketCollective, views
 from spartito.collectives.staged import on_host
-from spartito.collectives.tcp import SocketCollective, views
 from spartito.errors import UserError
 
 NONE = -1

@@ -18,18 +18,18 @@ from torch.utils.hooks import RemovableHandle
 from spartito.collectives.collective import Collective, Piggybacked, scale_of
 from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.engine.checksum import OTHERS_LEARN, different, outliers
-from spartito.engine.compression import CompressedSum, Compression
-from spartito.engine.divided_update import DividedUpdates, Span
-from spartito.engine.gradients import (
+from spartito.engine.devices.host_reads import Number
+from spartito.engine.gradients.compression import CompressedSum, Compression
+from spartito.engine.gradients.gradient_sum import (
     Accumulated,
     different_batches,
     quotient,
     refuse_sparse,
 )
-from spartito.engine.host_reads import Number
 from spartito.engine.sharding.hidden_parameters import asleep
 from spartito.engine.sharding.homes import BlockOfHome, Home, settle
 from spartito.engine.sharding.shard_parts import parts_of
+from spartito.engine.updates.divided_update import DividedUpdates, Span
 
 MANY = 1 << 20
 """More than there are replicas: two counts travel as one number."""

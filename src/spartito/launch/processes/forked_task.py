@@ -28,7 +28,7 @@ from spartito.names import ENV_FORK_SERVER
 from spartito.system import PROC, die_with_parent
 from spartito.system.texts import text_of
 
-PRELOADED = ("torch", "spartito.training.trainer", "spartito.collectives.rendezvous")
+PRELOADED = ("torch", "spartito.training.trainer", "spartito.collectives.membership.rendezvous")
 """What is imported before there are tasks."""
 
 PADDING = "PADDING_OF_FORKS"

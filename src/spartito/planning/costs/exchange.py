@@ -16,7 +16,7 @@ from spartito.planning.profile import Machine
 
 SMALL = 64 << 10
 """Bytes that a task sends at most to have a tensor added up by all, in one meeting; as
-`spartito.collectives.tcp.SMALL`."""
+`spartito.collectives.sockets.tcp.SMALL`."""
 FRAMES = (1514 + 66) / 1448
 """Bytes on a line for each that is sent: Ethernet's frames, with TCP's headers in them, and a frame
 for each that comes from the other side, which sends as much at the same time."""

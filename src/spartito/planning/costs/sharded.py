@@ -14,7 +14,7 @@ from spartito.planning.costs.parts import UPDATE, Cost, Situation, check_options
 
 OPTIONS: tuple[str, ...] = ("zero",)
 BLOCK = 4 << 20
-"""Bytes from which on a module is gathered by itself; as `spartito.steps.sharded.BLOCK`."""
+"""Bytes from which on a module is gathered by itself; as `steps.exchanges.sharded.BLOCK`."""
 
 
 def candidates(situation: Situation) -> Iterable[Mapping[str, Any]]:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from spartito.collectives.versions import Versions
+from spartito.collectives.membership.versions import Versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.failpoints import failpoint
 from spartito.heartbeat import dump_stacks, keep_files, last_words

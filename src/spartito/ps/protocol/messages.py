@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from spartito.collectives.versions import Versions
+from spartito.collectives.membership.versions import Versions
 from spartito.ps.protocol.fields import Amount, Count, Index, Name, Norm, Number, Text
 from spartito.ps.protocol.keys import Key
 

@@ -8,7 +8,7 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
-from spartito.collectives.versions import Versions
+from spartito.collectives.membership.versions import Versions
 from spartito.ps.protocol.fields import Amount, Count, Index, Number, Text
 
 PURPOSE = "coordinator"

@@ -6,7 +6,7 @@ import contextlib
 
 import msgspec
 
-from spartito.collectives.versions import Versions, check_versions
+from spartito.collectives.membership.versions import Versions, check_versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.notes import RareWarnings, shown
 from spartito.ps.protocol.runtime import Channel, Joinable

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from spartito.collectives.versions import Versions, check_versions
+from spartito.collectives.membership.versions import Versions, check_versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.failpoints import failpoint
 from spartito.notes import shown

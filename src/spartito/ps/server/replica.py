@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import msgspec
 from torch import Tensor
 
-from spartito.collectives.versions import Versions
+from spartito.collectives.membership.versions import Versions
 from spartito.notes import note
 from spartito.ps.protocol.codec import PlainCodec
 from spartito.ps.protocol.layout import unused

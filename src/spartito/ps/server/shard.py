@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spartito.engine import fused_update
-from spartito.engine.gradients import clip_factor
-from spartito.engine.memory_layout import shaped
+from spartito.engine.devices.memory_layout import shaped
+from spartito.engine.gradients.gradient_sum import clip_factor
+from spartito.engine.updates import fused_update
 from spartito.numeric import is_number
 from spartito.ps.protocol.layout import Layout, Run, Span, runs, unused
 from spartito.ps.protocol.memory import allocate, apart, dtype_of, flat, is_mixed, is_summed, mix

@@ -8,7 +8,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from spartito.collectives.segment import Segment
+from spartito.collectives.memory.segment import Segment
 from spartito.ps.protocol.layout import Span
 from spartito.ps.protocol.memory import LOCAL, areas
 from spartito.ps.protocol.messages import Request, Welcome

@@ -18,10 +18,10 @@ import torch
 
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.collectives.collective import Collective, IdentityCollective
-from spartito.collectives.liveness import LivenessCheck
-from spartito.collectives.rendezvous import Rendezvous
-from spartito.collectives.shared_memory import SharedMemoryCollective
-from spartito.collectives.store import error_from_text, error_to_text
+from spartito.collectives.membership.liveness import LivenessCheck
+from spartito.collectives.membership.rendezvous import Rendezvous
+from spartito.collectives.membership.store import error_from_text, error_to_text
+from spartito.collectives.memory.shared_memory import SharedMemoryCollective
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.heartbeat import resume, waits
 from spartito.steps.groups import Groups

@@ -14,7 +14,7 @@ from spartito.checkpoint.saved_state import Saved
 from spartito.checkpoint.saving import Attempt, Tasks, gather_together
 from spartito.checkpoint.write_plan import Local
 from spartito.collectives.collective import Collective
-from spartito.engine.optimizers import load_named_state, named_state, unwrap
+from spartito.engine.updates.optimizers import load_named_state, named_state, unwrap
 from spartito.errors import UserError
 from spartito.outer.group_values import Values
 from spartito.steps.groups import BUNDLE, send

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spartito.collectives.collective import Collective
 from spartito.data.batch import Batch
-from spartito.engine.batchnorm import average_statistics, local_batchnorms
+from spartito.engine.modules.batchnorm import average_statistics, local_batchnorms
 from spartito.errors import TaskLostError
 from spartito.outer.groups import EQUAL
 from spartito.outer.synchronized_values import Shown

@@ -14,7 +14,7 @@ from safetensors.torch import load, save
 from torch.optim import Optimizer
 
 from spartito.checkpoint.saved_state import Saved
-from spartito.engine.optimizers import named_state, unwrap
+from spartito.engine.updates.optimizers import named_state, unwrap
 from spartito.errors import UserError
 from spartito.notes import warn
 from spartito.outer.optimizer import load_outer_state, outer_state

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from spartito.cluster.spec import ClusterSpec, Task
-from spartito.engine.batchnorm import has_batchnorm
+from spartito.engine.modules.batchnorm import has_batchnorm
 from spartito.errors import UserError
 from spartito.names import nearest, plural
 from spartito.notes import warn

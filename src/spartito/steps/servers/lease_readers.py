@@ -9,10 +9,10 @@ from typing import Protocol
 
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
-from spartito.data.loader import IndexedFeed, make_feed
-from spartito.data.order import DataShard
-from spartito.data.passes import Passes
-from spartito.data.prefetch import read_ahead, read_ahead_in
+from spartito.data.reading.loader import IndexedFeed, make_feed
+from spartito.data.reading.order import DataShard
+from spartito.data.reading.passes import Passes
+from spartito.data.reading.prefetch import read_ahead, read_ahead_in
 from spartito.ps.protocol.work import Lease
 
 

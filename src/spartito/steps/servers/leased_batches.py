@@ -16,10 +16,10 @@ from torch import Tensor
 
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
-from spartito.data.loader import Loader, check_divides, used_up
-from spartito.data.placing import Placing
+from spartito.data.reading.loader import Loader, check_divides, used_up
+from spartito.data.reading.placing import Placing
 from spartito.data.source import PerWorker, Source
-from spartito.engine.denormals import Denormals
+from spartito.engine.devices.denormals import Denormals
 from spartito.errors import SpartitoError, UserError
 from spartito.heartbeat import resume, waits
 from spartito.ps.chief import Chief

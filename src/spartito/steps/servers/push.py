@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from spartito.data.batch import Batch
-from spartito.engine.gradients import LocalGradients
+from spartito.engine.gradients.gradient_sum import LocalGradients
 from spartito.errors import UserError
 from spartito.ps.client.servers import Servers
 from spartito.ps.protocol.messages import Outcome, Push

@@ -19,20 +19,20 @@ from spartito.checkpoint.saved_state import Saved
 from spartito.checkpoint.saving import Tasks, Unwritten
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.collectives.collective import Collective, IdentityCollective
-from spartito.collectives.placement import Placement
-from spartito.collectives.rendezvous import Part, Rendezvous
+from spartito.collectives.membership.placement import Placement
+from spartito.collectives.membership.rendezvous import Part, Rendezvous
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
-from spartito.data.loader import Loader
-from spartito.data.placing import Placing
-from spartito.engine import divided_state, optimizer_step
-from spartito.engine.batchnorm import has_batchnorm
-from spartito.engine.buffers import in_words, watched
-from spartito.engine.denormals import flushed
-from spartito.engine.gradients import Gradients, reduced
+from spartito.data.reading.loader import Loader
+from spartito.data.reading.placing import Placing
+from spartito.engine.devices.denormals import flushed
+from spartito.engine.gradients.gradient_sum import Gradients, reduced
 from spartito.engine.logged import listening
-from spartito.engine.loss import LossFunction
-from spartito.engine.optimizers import (
+from spartito.engine.losses.loss import LossFunction
+from spartito.engine.modules.batchnorm import has_batchnorm
+from spartito.engine.modules.buffers import in_words, watched
+from spartito.engine.updates import divided_state, optimizer_step
+from spartito.engine.updates.optimizers import (
     OptimizerLike,
     check_by_parameter,
     has_hooks,

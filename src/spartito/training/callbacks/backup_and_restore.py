@@ -36,9 +36,9 @@ from spartito.training.backups.folder import (
 from spartito.training.backups.interval import NEVER, interval_of
 from spartito.training.backups.remote import RemoteBackups
 from spartito.training.callback import Callback, Logs
+from spartito.training.fitting.preemption import Notice, Preemption, Source, numbers_of
+from spartito.training.fitting.train_modes import Roles, are_roles, take_roles
 from spartito.training.history import History
-from spartito.training.preemption import Notice, Preemption, Source, numbers_of
-from spartito.training.train_modes import Roles, are_roles, take_roles
 from spartito.urls import is_remote, local_path
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ from spartito.errors import TaskLostError
 from spartito.steps.servers.coordination import LeasedCoordination
 from spartito.storage.tensors import pack_state, unpack_state
 from spartito.training.callbacks.early_stopping import EarlyStopping, kept_by
-from spartito.training.evaluation import Evaluation
+from spartito.training.evaluation.evaluate import Evaluation
+from spartito.training.files.resume import check_position, meaning, restore
+from spartito.training.files.saving import callback_states
+from spartito.training.fitting.schedule import scheduler_state
 from spartito.training.history import History
 from spartito.training.loops.training_loop import TrainingLoop
 from spartito.training.metrics.base import decode, encode
-from spartito.training.resume import check_position, meaning, restore
-from spartito.training.saving import callback_states
-from spartito.training.schedule import scheduler_state
 
 if TYPE_CHECKING:
     from spartito.training.trainer import Trainer

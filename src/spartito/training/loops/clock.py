@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 
-from spartito.engine.host_reads import read
+from spartito.engine.devices.host_reads import read
 from spartito.training.metrics.base import Value
 from spartito.training.metrics.gathering import MetricSet
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from spartito.collectives.collective import Piggybacked
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
-from spartito.data.loader import used_up
-from spartito.engine.seed import random_state, set_random_state
+from spartito.data.reading.loader import used_up
+from spartito.engine.randomness.seed import random_state, set_random_state
 from spartito.errors import TaskLostError
 from spartito.heartbeat import RECOVER, during
 from spartito.notes import note
@@ -30,17 +30,17 @@ from spartito.strategies import StepResult
 from spartito.training.callback import hooks
 from spartito.training.callbacks.backup_and_restore import BackupAndRestore
 from spartito.training.callbacks.early_stopping import forget_kept, give_kept, kept_by
-from spartito.training.evaluation import Evaluation
+from spartito.training.evaluation.evaluate import Evaluation
+from spartito.training.files.resume import check_position, meaning, restore, trained_on
+from spartito.training.files.saving import callback_states
+from spartito.training.fitting.own_callbacks import take_office
+from spartito.training.fitting.schedule import load_scheduler, scheduler_state
 from spartito.training.history import History
 from spartito.training.loops.callback_catch_up import keys_of, missed
 from spartito.training.loops.clock import StepLogs
 from spartito.training.loops.training_loop import TrainingLoop
 from spartito.training.metrics import Metric
 from spartito.training.metrics.carried import CarriedMetrics
-from spartito.training.own_callbacks import take_office
-from spartito.training.resume import check_position, meaning, restore, trained_on
-from spartito.training.saving import callback_states
-from spartito.training.schedule import load_scheduler, scheduler_state
 
 if TYPE_CHECKING:
     from spartito.training.trainer import Trainer

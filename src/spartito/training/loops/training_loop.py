@@ -15,16 +15,18 @@ from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
 from spartito.data.memory import few_rows, which_examples
 from spartito.engine.absent_values import RefusingAbsent
-from spartito.engine.host_reads import Number, added, read
+from spartito.engine.devices.host_reads import Number, added, read
 from spartito.engine.logged import listening, log
-from spartito.engine.seed import random_state, set_random_state
+from spartito.engine.randomness.seed import random_state, set_random_state
 from spartito.failpoints import watched
 from spartito.heartbeat import DATA, EVALUATE, SERVE, STEP, beat
 from spartito.notes import warn
 from spartito.strategies import StepResult
-from spartito.training.batch_blame import note_batch
 from spartito.training.callback import Training, hooks, runs_users_code
-from spartito.training.evaluation import Evaluation
+from spartito.training.evaluation.evaluate import Evaluation
+from spartito.training.files.resume import check_position, meaning, next_epoch
+from spartito.training.fitting.batch_blame import note_batch
+from spartito.training.fitting.nonfinite import SKIP, SKIPPED
 from spartito.training.history import History
 from spartito.training.loops.clock import Clock, StepLogs
 from spartito.training.metrics import Metric
@@ -32,8 +34,6 @@ from spartito.training.metrics.base import State
 from spartito.training.metrics.gathering import MetricSet, computed
 from spartito.training.metrics.logged import refuse_uncounted
 from spartito.training.metrics.names import GRADIENT_NORM
-from spartito.training.nonfinite import SKIP, SKIPPED
-from spartito.training.resume import check_position, meaning, next_epoch
 
 
 class TrainingLoop:

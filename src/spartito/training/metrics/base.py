@@ -11,8 +11,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from spartito.engine.host_reads import on_host
-from spartito.engine.loss import LossFunction
+from spartito.engine.devices.host_reads import on_host
+from spartito.engine.losses.loss import LossFunction
 from spartito.errors import UserError
 
 State: TypeAlias = dict[str, Any]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from spartito.accelerators import wide
-from spartito.engine.loss import IGNORED, LossFunction
+from spartito.engine.losses.loss import IGNORED, LossFunction
 from spartito.errors import UserError
 from spartito.names import nearest
 from spartito.training.metrics.base import NAN, Metric, State, Value

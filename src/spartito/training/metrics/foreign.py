@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from spartito.engine.loss import LossFunction
+from spartito.engine.losses.loss import LossFunction
 from spartito.errors import UserError
 from spartito.training.metrics.base import NAN, Metric, State, Value, merged
 from spartito.training.metrics.tensors import find

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from spartito.accelerators import exact, wide
-from spartito.engine.host_reads import Number, added, read
-from spartito.engine.loss import describe
+from spartito.engine.devices.host_reads import Number, added, read
+from spartito.engine.losses.loss import describe
 from spartito.errors import UserError
 from spartito.report.figures import VALIDATION
 from spartito.training.metrics.base import NAN, Metric, Value

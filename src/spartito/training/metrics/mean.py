@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spartito.accelerators import exact, wide
-from spartito.data.placing import known_to_host
-from spartito.engine.host_reads import Number, added, read
-from spartito.engine.loss import IGNORED, LossFunction, count_kept, describe, widened
+from spartito.data.reading.placing import known_to_host
+from spartito.engine.devices.host_reads import Number, added, read
+from spartito.engine.losses.loss import IGNORED, LossFunction, count_kept, describe, widened
 from spartito.errors import UserError
 from spartito.training.metrics.base import NAN, Metric, State
 from spartito.training.metrics.tensors import find, fitting, misfit

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from spartito.engine.loss import IGNORED, LossFunction
+from spartito.engine.losses.loss import IGNORED, LossFunction
 from spartito.errors import UserError
 from spartito.names import nearest
 from spartito.training.metrics.base import Metric

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from spartito.engine.loss import align, describe, widened
+from spartito.engine.losses.loss import align, describe, widened
 from spartito.errors import UserError
 
 

@@ -1,0 +1,1 @@
+"""A group of tasks by connections between each two of them."""

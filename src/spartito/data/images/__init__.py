@@ -1,0 +1,1 @@
+"""Images: files and folders of them, decoded, kept, changed and checked."""

@@ -1,0 +1,1 @@
+"""Gradients: summed over replicas, whole or in fewer bits, after backward or beside it."""

@@ -1,0 +1,1 @@
+"""Losses: what a batch costs, in any form that users write, as a sum and a weight."""

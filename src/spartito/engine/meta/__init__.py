@@ -1,0 +1,1 @@
+"""Models that are made without values first, on torch's meta device."""

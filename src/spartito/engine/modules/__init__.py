@@ -1,0 +1,1 @@
+"""A user's modules: BatchNorm and buffers over all replicas, and what passes show and leave."""

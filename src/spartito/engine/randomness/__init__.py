@@ -1,0 +1,1 @@
+"""Random numbers: those of the global batch, however it is split."""

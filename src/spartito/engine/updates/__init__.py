@@ -1,0 +1,1 @@
+"""Updates: which optimizers are accepted, and how replicas make their steps or divide them."""

@@ -1,0 +1,1 @@
+"""Exchanges: how gradients become an update."""

@@ -1,0 +1,1 @@
+"""Evaluation and prediction: figures over a data set, exact over all replicas."""
