@@ -296,7 +296,10 @@ class Servers:
                 self._seen.add(kind)
                 return None
             server = new_server({name: value for name, value in env.items() if name != MARK})
-        if server is None or not server.wait():
+        if server is None:
+            return None
+        if not server.wait():
+            server.close()
             return None
         self._servers[kind] = server
         if len(self._servers) > MOST_SERVERS:
