@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
-from spartito.engine.absent_values import RefusingAbsent
 from spartito.engine.gradients.gradient_sum import same
 from spartito.engine.logged import listening
+from spartito.engine.modules.absent_values import RefusingAbsent
 from spartito.engine.updates.optimizers import DIVIDED
 from spartito.errors import UserError
 from spartito.mesh.showing_modules import is_inside, is_saving, saving

@@ -14,9 +14,9 @@ import torch
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
 from spartito.data.memory import few_rows, which_examples
-from spartito.engine.absent_values import RefusingAbsent
 from spartito.engine.devices.host_reads import Number, added, read
 from spartito.engine.logged import listening, log
+from spartito.engine.modules.absent_values import RefusingAbsent
 from spartito.engine.randomness.seed import random_state, set_random_state
 from spartito.failpoints import watched
 from spartito.heartbeat import DATA, EVALUATE, SERVE, STEP, beat
