@@ -464,6 +464,13 @@ class Sparse(nn.Linear):
         return super().forward(x.to_sparse().to_dense())
 
 
+class Centres(nn.Module):
+    """Takes the mean of all rows from each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
 class Own(torch.optim.SGD):
     """May look at anything."""
 
@@ -483,6 +490,7 @@ def refused(model: str, options: dict[str, Any]) -> str:
         "keeps": Keeps(3),
         "sparse": Sparse(3, 3),
         "often": nn.Sequential(nn.Embedding(3, 3, scale_grad_by_freq=True), nn.Linear(3, 3)),
+        "together": nn.Sequential(nn.Linear(3, 3), Centres(), nn.Linear(3, 3)),
         "own": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)),
         "own, by parameter": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)),
         **{what: Strays(what) for what in ("writes", "counts", "draws", "maps", "averages")},
@@ -491,7 +499,8 @@ def refused(model: str, options: dict[str, Any]) -> str:
     try:
         net = nets[model]
         kind = {"own": Own, "own, by parameter": OwnByParameter}.get(model, torch.optim.SGD)
-        strategy.prepare(net, lambda parameters: kind(parameters, 0.1))
+        deterministic = model == "together"
+        strategy.prepare(net, lambda parameters: kind(parameters, 0.1), deterministic=deterministic)
         for batch in strategy.distribute(sp.data.arrays(torch.randn(4, 3), torch.randn(4, 3))):
             strategy.step(batch, nn.MSELoss())
     except SpartitoError as error:

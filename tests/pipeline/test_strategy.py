@@ -158,6 +158,8 @@ def are_those_of_plain_torch(
         ("averages", 2, {}, r"mul_\(\) writes into its parameter 'second.weight', once for each"),
         ("sparse", 1, {}, "a sparse_coo tensor under pipeline"),
         ("often", 2, {}, "scale_grad_by_freq of 0, Embedding"),
+        ("together", 2, {}, "the examples of a batch see each other in Sequential's"),
+        ("together", 2, {"microbatches": 1}, "^$"),
         ("own", 2, {}, "Own may look at all parameters at once"),
         ("own, by parameter", 2, {}, "^$"),
         ("counts", 2, {}, "each forward pass changes 'calls' of the model"),

@@ -107,7 +107,6 @@ def test_servers_take_what_is_alike(replicas: Replicas, kind: str) -> None:
     ("kind", "what"),
     [
         ("norm", "the norm '1'"),
-        ("own norm", "the buffers '1.running_mean' and '1.running_var'"),
         ("counter", "the buffer '1.calls'"),
         ("loss", "the buffer 'center' of the loss CentredLoss"),
     ],

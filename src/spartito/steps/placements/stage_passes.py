@@ -19,7 +19,7 @@ from spartito.data.reading.collate import rows
 from spartito.engine.devices.host_reads import Number, added
 from spartito.engine.devices.precision import autocast
 from spartito.engine.gradients.backward import first_gradient
-from spartito.engine.logged import of_rows
+from spartito.engine.logged import listening, of_rows
 from spartito.engine.losses.loss import (
     LossFunction,
     WeightedLoss,
@@ -35,9 +35,12 @@ from spartito.engine.losses.loss_graph import BeginAtLosses
 from spartito.engine.modules.batchnorm import local_batchnorms
 from spartito.engine.modules.batchnorm import takes_statistics as takes
 from spartito.engine.modules.buffers import in_words, kept_buffers
+from spartito.engine.modules.row_independence import check_rows
+from spartito.engine.modules.trial_passes import untouched
 from spartito.engine.randomness.global_randomness import RandomnessForbidden
 from spartito.engine.randomness.keyed_draws import Draws
 from spartito.engine.step_context import StepContext, current, within
+from spartito.engine.updates.optimizers import unwrap
 from spartito.errors import UserError
 from spartito.numeric import is_whole
 from spartito.pipeline import schedules
@@ -107,10 +110,17 @@ class StagePasses:
 
         return call
 
-    def planned(self, batch: Batch, has_loss: bool, split: str | Sequence[str]) -> bytes:
-        """Where stages begin and who keeps what, or why that cannot be, as JSON."""
+    def planned(
+        self, batch: Batch, has_loss: bool, split: str | Sequence[str], divides: bool
+    ) -> bytes:
+        """Where stages begin and who keeps what, or why that cannot be, as JSON.
+
+        ``divides``: a pass has a part of a global batch, as of several microbatches.
+        """
         try:
             with within(None):  # nothing in it draws for a batch
+                if divides and self.pair.randomness is not None:
+                    self._check_rows(in_dtype(batch, self.pair.dtype), has_loss)
                 part = self.cut_up(batch)[0]
                 starts, owners = self.piped.plan(self.call(part, has_loss), split)
         except UserError as error:
@@ -118,6 +128,20 @@ class StagePasses:
             return json.dumps({"error": [what, do]}).encode()
         found = [(start.path, start.call) for start in starts]
         return json.dumps({"starts": found, "owners": owners}).encode()
+
+    def _check_rows(self, batch: Batch, has_loss: bool) -> None:
+        """Refuse a model whose rows see each other, if it has values and learns."""
+        model = unwrap(self.pair.model)
+        if not model.training or any(parameter.is_meta for parameter in model.parameters()):
+            return
+
+        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hook.remove()
+            check_rows(module, args, kwargs, batch.size)
+
+        with untouched(model), torch.no_grad(), listening(None):  # without the hook afterwards
+            hook = model.register_forward_pre_hook(look, prepend=True, with_kwargs=True)
+            self.call(batch, has_loss)()
 
     def train(
         self, batch: Batch, loss: LossFunction | None, divisor: float, messages: Messages

@@ -425,10 +425,15 @@ class Pipelines:
 
     def _watching(self, pair: Pair) -> AbstractContextManager[None]:
         """A step whose gradients are sums of those of microbatches, or of replicas."""
-        repeats = self.shape.microbatches > 1
-        if pair.randomness is None or not (repeats or self._team.divides):
+        if pair.randomness is None or not self._in_parts:
             return nullcontext()
+        repeats = self.shape.microbatches > 1
         return pair.hooks.watching(pair.names_by_id, pair.gradients.parameters, repeats)
+
+    @property
+    def _in_parts(self) -> bool:
+        """Whether a pass has a part of a global batch."""
+        return self.shape.microbatches > 1 or self._team.divides
 
     def _of_last_stage(self, total: Number, weight: Number) -> tuple[Number, Number]:
         """A sum of losses and its weight, which the last stage has, on all tasks."""
@@ -471,7 +476,7 @@ class Pipelines:
         return bool(self._line.all_reduce(torch.tensor([float(found)])).item())
 
     def _look_at_norms(self, pair: Pair) -> None:
-        if self._team.divides or self.shape.microbatches > 1:
+        if self._in_parts:
             look_at_norms(pair)
 
     def by_hand(self, call: str) -> WholeModel:
@@ -536,7 +541,8 @@ class Pipelines:
         with team.coordination.during("prepare"):
             text = b""
             if team.is_chief or 0 in team.groups[LAYERS].ranks:
-                text = passes.planned(of_spare_rows(batch), has_loss, self._split)
+                shown, divides = of_spare_rows(batch), self._in_parts
+                text = passes.planned(shown, has_loss, self._split, divides)
             plan = json.loads(team.groups.world.all_gather_bytes(text)[0])
             if "error" in plan:
                 raise UserError(*plan["error"])
