@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import queue
 import socket
 import ssl
 import time
 from contextlib import suppress
+from logging.handlers import QueueHandler
 
 import pytest
 
@@ -40,13 +43,20 @@ def test_what_passes_can_be_read_where_tasks_do_not_encrypt_alone(key: Key) -> N
     ],
 )
 def test_who_encrypts_and_who_does_not_find_out(
-    key: Key, other: Key, error: str, noted: str, caplog: pytest.LogCaptureFixture
+    key: Key, other: Key, error: str, noted: str
 ) -> None:
-    with served(key) as server:
-        with pytest.raises(OtherProgramError, match=error):
-            client(server, other).keys()
-        assert client(server, key).keys() == {}
-        assert noted in caplog.text
+    said = queue.SimpleQueue[logging.LogRecord]()  # by a thread of the store, sooner or later
+    hears = QueueHandler(said)
+    logger = logging.getLogger("spartito")
+    logger.addHandler(hears)
+    try:
+        with served(key) as server:
+            with pytest.raises(OtherProgramError, match=error):
+                client(server, other).keys()
+            assert client(server, key).keys() == {}
+            assert noted in said.get(timeout=LIMIT).getMessage()
+    finally:
+        logger.removeHandler(hears)
 
 
 def test_who_begins_to_encrypt_and_stops_is_disconnected_in_time(

@@ -90,7 +90,7 @@ def test_another_task_is_lost_while_they_share_the_state(
 ) -> None:
     """Some have taken over parameters, or made an update, and all meet once more."""
     cuts = strategy["name"] != "mirrored"
-    module = "spartito.steps." + ("tensor_parallel" if cuts else "recovery")
+    module = "spartito.steps." + ("placements.tensor_parallel" if cuts else "recovery")
     spots: dict[tuple[int, int], Spot] = {
         (3, 6): MET if cuts else BACKWARD,
         (0, 6): Around(module, "share_state"),
