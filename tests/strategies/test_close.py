@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.replicas import Replicas
+from tests.skips import shares_memory
 from tests.strategies import close_jobs as jobs
 from tests.strategies.test_contracts import close
 
@@ -35,7 +36,7 @@ def test_a_model_leaves_the_memory_of_central_storage(
         ("central_storage", {}, "Adam"),
         ("central_storage", {}, "Adafactor"),
         ("sharded", {"zero": 1}, "momentum"),
-        ("sharded", {"zero": 3}, "Adam"),
+        pytest.param("sharded", {"zero": 3}, "Adam", marks=shares_memory),
         ("mesh", {"mesh": {"data": 2}, "zero": 1}, "Adam"),
     ],
 )
@@ -47,6 +48,7 @@ def test_a_part_of_an_optimizers_state_is_refused(
         assert "Make a new optimizer. To keep the state, save before close()" in said
 
 
+@shares_memory  # else the parameters are in shards, too
 @pytest.mark.parametrize(
     ("name", "options"), [("central_storage", {}), ("sharded", {}), ("sharded", {"zero": 3})]
 )
@@ -57,6 +59,7 @@ def test_an_optimizer_without_state_goes_on(
         close(found, jobs.epochs("SGD", ""))
 
 
+@shares_memory
 def test_an_optimizer_that_was_not_used_goes_on(replicas: Replicas) -> None:
     net, optimizer = jobs.made("Adam")
     jobs.by_torch(net, optimizer)
@@ -64,6 +67,7 @@ def test_an_optimizer_that_was_not_used_goes_on(replicas: Replicas) -> None:
         close(found, jobs.values(net))
 
 
+@shares_memory
 @pytest.mark.parametrize("name", ["central_storage", "sharded"])
 def test_a_strategy_that_is_gone_has_left_as_much(replicas: Replicas, name: str) -> None:
     for said in replicas(jobs.without_strategy, 2, name, "Adam"):

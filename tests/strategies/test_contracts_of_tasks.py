@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from spartito.system import shares_memory
 from tests.replicas import Replicas
 from tests.strategies import data_jobs, task_jobs
 from tests.strategies.test_contracts import (
@@ -108,6 +111,11 @@ def test_outputs_of_different_lengths_are_refused(replicas: Replicas, case: Case
         assert found.startswith("outputs of (6, 3) for batch 0, of (6, 4) for batch 1")
 
 
+def _are_apart(options: Mapping[str, Any]) -> bool:
+    """Whether replicas have shards in memory of their own."""
+    return "communication" in options or not shares_memory()
+
+
 @every_flat
 def test_replicas_that_drift_are_named_at_the_end_of_the_epoch(
     replicas: Replicas, case: Case
@@ -119,7 +127,7 @@ def test_replicas_that_drift_are_named_at_the_end_of_the_epoch(
         for step, error in replicas(task_jobs.drift, world_size, name, options, what):
             if options.get("communication") == "ddp" and what == "frozen":
                 assert "the replicas make different calls" in error  # at once: DDP is set up anew
-            elif name == "sharded" and what == "value" and "communication" in options:
+            elif name == "sharded" and what == "value" and _are_apart(options):
                 assert "parameter without its module" in error  # nobody else asks for it
             elif world_size > 1:
                 once = name == "sharded" and what == "value"  # noticed by the next update
