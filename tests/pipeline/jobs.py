@@ -319,7 +319,7 @@ MODELS = {
 }
 
 
-PARTED = ("cats", "keeps", "looks")
+PARTED = ("cats", "crosses", "keeps", "looks")
 """Each microbatch by itself changes what these keep or see."""
 
 

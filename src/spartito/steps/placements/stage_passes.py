@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from spartito.data.reading.collate import rows
 from spartito.engine.devices.host_reads import Number, added
 from spartito.engine.devices.precision import autocast
 from spartito.engine.gradients.backward import first_gradient
-from spartito.engine.logged import listening, of_rows
+from spartito.engine.logged import of_rows
 from spartito.engine.losses.loss import (
     LossFunction,
     WeightedLoss,
@@ -54,6 +54,10 @@ from spartito.pipeline.stage import Keys
 from spartito.steps.placements.computation import no_gradient
 from spartito.steps.prepared import Pair
 from spartito.steps.task_end import told as cause
+
+
+class _Looked(Exception):
+    """A forward pass has shown what its model is called with."""
 
 
 @dataclass
@@ -138,8 +142,9 @@ class StagePasses:
         def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hook.remove()
             check_rows(module, args, kwargs, batch.size)
+            raise _Looked
 
-        with untouched(model), torch.no_grad(), listening(None):  # without the hook afterwards
+        with untouched(model), suppress(_Looked):  # without the hook afterwards
             hook = model.register_forward_pre_hook(look, prepend=True, with_kwargs=True)
             self.call(batch, has_loss)()
 
