@@ -673,9 +673,8 @@ class Step:
                 return both[0].div(both[1]).to(torch.promote_types(value.dtype, torch.float32))
             if op in ("max", "min"):
                 if not counts:
-                    about = torch.finfo if value.is_floating_point() else torch.iinfo
-                    ends = about(value.dtype)
-                    value = torch.full_like(value, ends.min if op == "max" else ends.max)
+                    low, high = _ends(value.dtype)
+                    value = torch.full_like(value, low if op == "max" else high)
                 parts = torch.stack(group.all_gather(value))
                 return parts.amax(0) if op == "max" else parts.amin(0)
         raise UserError(f"reduce({op!r})", nearest(op, ("sum", "mean", "max", "min")))
@@ -898,6 +897,14 @@ class Step:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _ends(dtype: torch.dtype) -> tuple[float, float]:
+    """The least number of a type, and the largest."""
+    if dtype == torch.bool:
+        return False, True
+    about = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    return about.min, about.max
 
 
 def _leave(closing: Sequence[Callable[[], object]], groups: Groups, state: LoopState) -> None:

@@ -134,7 +134,7 @@ class StagePasses:
         return json.dumps({"starts": found, "owners": owners}).encode()
 
     def _check_rows(self, batch: Batch, has_loss: bool) -> None:
-        """Refuse a model whose rows see each other, if it has values and learns."""
+        """Refuse a model whose rows see each other, if it has values and is in train mode."""
         model = unwrap(self.pair.model)
         if not model.training or any(parameter.is_meta for parameter in model.parameters()):
             return
