@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import spartito as sp
 from spartito.data.batch import Batch
+from spartito.errors import SpartitoError
 from spartito.strategies import Strategy
 from tests.replicas import warns
 from tests.strategies.jobs import blobs, make_strategy, mlp
@@ -171,6 +173,37 @@ def save_and_load(name: str, options: dict[str, Any], folder: str) -> tuple[list
     return found, errors[0], errors[1]
 
 
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Examples one after the other; one replica has them in another order."""
+
+    def __init__(self, other: bool) -> None:
+        self.other = other
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        examples = list(zip(*blobs(20), strict=True))
+        yield from reversed(examples) if self.other else examples
+
+
+@warns("worker 1 is gone")  # it has left the loop with its error
+def other_order_in_a_loop(name: str, options: dict[str, Any]) -> str:
+    """The error where the last replica alone shuffles otherwise, in a loop of its own."""
+    strategy, net = make_strategy(name, **options), mlp()
+    last = strategy.cluster.rank == strategy.num_replicas_in_sync - 1
+    _, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    data, loss = sp.data.arrays(*blobs(20)).shuffle(), nn.CrossEntropyLoss(reduction="none")
+    try:
+        for _ in range(2):
+            for batch in strategy.distribute(data.batch(5), seed=int(last)):
+                strategy.backward(loss(net(batch.x), batch.y), batch)
+                strategy.update(optimizer)
+        strategy.close()
+    except SpartitoError as error:
+        return str(error)
+    finally:
+        strategy.close()
+    return ""
+
+
 def drift(name: str, options: dict[str, Any], what: str) -> tuple[int, str]:
     """The step and the error where the last replica alone changes something after step 2."""
     strategy = make_strategy(name, **options)
@@ -192,15 +225,15 @@ def drift(name: str, options: dict[str, Any], what: str) -> tuple[int, str]:
         strategy=strategy,
         seed=int(last and what == "seed"),
     )
+    data = sp.data.arrays(*blobs(20)).shuffle()
+    if what in ("stream", "batches"):
+        stream = Stream(last)
+        data = sp.data.as_dataset(stream if what == "stream" else DataLoader(stream, 5), None)
     try:
-        trainer.fit(
-            sp.data.arrays(*blobs(20)).shuffle().batch(5),
-            epochs=2,
-            callbacks=[Change()],
-            verbose=0,
-        )
+        batches = data if what == "batches" else data.batch(5)
+        trainer.fit(batches, epochs=2, callbacks=[Change()], verbose=0)
         return trainer.step, ""
-    except sp.UserError as error:
+    except SpartitoError as error:
         return trainer.step, str(error)
     finally:
         strategy.close()

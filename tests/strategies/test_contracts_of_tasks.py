@@ -123,7 +123,8 @@ def test_replicas_that_drift_are_named_at_the_end_of_the_epoch(
 ) -> None:
     name, world_size, options = case
     last = world_size - 1
-    drifts = {"value": "parameters than", "frozen": "that learn than", "seed": "in another order"}
+    drifts = {"value": "parameters than", "frozen": "that learn than"}
+    drifts |= dict.fromkeys(("seed", "stream", "batches"), "in another order")
     for what, text in drifts.items():
         for step, error in replicas(task_jobs.drift, world_size, name, options, what):
             if options.get("communication") == "ddp" and what == "frozen":
@@ -140,6 +141,26 @@ def test_replicas_that_drift_are_named_at_the_end_of_the_epoch(
                 assert text in error
             else:
                 assert (step, error) == (8, "")
+
+
+@every_flat
+def test_replicas_with_other_examples_are_named_after_a_loop_of_ones_own(
+    replicas: Replicas, case: Case
+) -> None:
+    name, world_size, options = case
+    found = replicas(task_jobs.other_order_in_a_loop, world_size, name, options)
+    named = sum("in another order" in error for error in found)
+    assert named >= 2 if world_size > 1 else not named  # another group may go on
+
+
+@pytest.mark.parametrize("what", ["stream", "loop"])
+def test_workers_of_servers_with_other_examples_are_named(replicas: Replicas, what: str) -> None:
+    given = "parameter_server", {"max_staleness": 0, "servers": {"min_shard_bytes": 16}}
+    if what == "loop":
+        error = replicas(task_jobs.other_order_in_a_loop, 2, *given, servers=1)[0]
+    else:
+        error = replicas(task_jobs.drift, 2, *given, what, servers=1)[0][1]
+    assert "in another order, than worker " in error
 
 
 @crossed("closes", {"closed": True, "dropped": False}, SYNCHRONOUS)

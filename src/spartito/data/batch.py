@@ -24,7 +24,8 @@ class Batch(msgspec.Struct, frozen=True):
         offsets: The rows' positions inside the global batch, shape ``(size,)`` int64.
         epoch: The pass over the data, from 0.
         step: The step in the pass, from 0.
-        drawn: A checksum of the order of the whole pass, 0 where the data has no indices.
+        drawn: A checksum of the order of the whole pass; of a stream, of some values of its first
+            batch. 0 where tasks make batches of their own.
         spare: Stands in for ``data`` without rows where a model has to be run in any case: up to
             two rows of other examples, which count for nothing; None where there are rows.
         left_out: How many examples a collate function has left out. It does not say which, so

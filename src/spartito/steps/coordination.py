@@ -493,7 +493,7 @@ class SynchronousCoordination(Coordination):
         self.compare_in(compared, self.parameters(), order)
         for pair in self._pairs.all:
             pair.gradients.compared()
-        self._pairs.unseen = False
+        self._pairs.unseen, self._pairs.order = False, 0
         return ""
 
     def compare_in(self, group: Collective, parameters: Sequence[nn.Parameter], order: int) -> None:
@@ -519,7 +519,9 @@ class SynchronousCoordination(Coordination):
                 group,
                 unlike,
                 "has trained on other examples, or in another order, than",
-                "Give all replicas the same data, batch size and seed.",
+                "Give all replicas the same data, batch size and seed. A stream must give all of "
+                "them all examples, whatever their rank: Spartito divides it. What each reads for "
+                "itself is sp.data.per_worker(function).",
             )
         if unlike := outliers(flags):
             raise different(group, unlike, *OTHERS_LEARN)

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito.data.batch import Batch
 from spartito.engine.checksum import ROUNDING, DriftedError
 from spartito.engine.devices.precision import LossScale
 from spartito.engine.gradients.gradient_edits import Edits
@@ -230,6 +232,15 @@ class Pairs:
         self.all: list[Pair] = []
         self.used: Pair | None = None
         self.state = LoopState()
+        self.order = 0
+        """A checksum of what loops of the user's own trained with since the last comparison."""
+        self._drawn = 0
+
+    def saw(self, batch: Batch) -> None:
+        """Count a batch in `order`, if a loop of the user's own trains with it."""
+        if self.unseen and batch.drawn != self._drawn:
+            self._drawn = batch.drawn
+            self.order = crc32(b"%d" % batch.drawn, self.order)
 
     @property
     def unseen(self) -> bool:

@@ -426,6 +426,7 @@ class Step:
     def _compute(self, pair: Pair, batch: Batch, loss: LossFunction | None) -> Any:
         """The output for a batch, whose gradients wait with those before."""
         self.recovery.begin(pair, batch)
+        self.team.pairs.saw(batch)
         if self._entered is not batch:
             self.enter(batch)
         self._come_back()
@@ -571,6 +572,7 @@ class Step:
             raise no_gradient()
         if not team.pairs.all:
             team.pairs.meant("backward()")  # says what comes first
+        team.pairs.saw(batch)
         drawn = any(pair.has_drawn for pair in team.pairs.all)
         newest = team.pairs.all[-1]  # who prepares another model begins another training
         found = computation.looked_at(newest, None, None, batch, found, drawn)
@@ -776,7 +778,7 @@ class Step:
         """This task's own part of model and optimizer, under the user's names."""
 
         def state() -> State:
-            self.coordination.compare()
+            self.coordination.compare(self.team.pairs.order)
             self.synchronize()
             model = unwrap(pair.model)
             found: State = {
@@ -884,7 +886,7 @@ class Step:
             return
         try:
             with self.coordination.during("close"):
-                self.coordination.compare()
+                self.coordination.compare(self.team.pairs.order)
                 if not self.team.outer.is_whole:
                     self.synchronize()  # what is done with the model later is done by all
         except DriftedError:

@@ -32,6 +32,7 @@ from spartito.data.reading.passes import Passes, order_of
 from spartito.data.reading.placing import HOST, Placing
 from spartito.data.reading.prefetch import read_ahead
 from spartito.data.reading.readers import Processes, Wanted, changed, make_reading, mapped
+from spartito.data.reading.stream_checksum import stream_checksum
 from spartito.data.source import BatchStream, ExampleStream, Found, InputContext, PerWorker
 from spartito.errors import CorruptSampleError, UserError
 from spartito.notes import warn
@@ -396,13 +397,16 @@ class StreamFeed:
 
     def tasks(self, epoch: int, start: int) -> Iterator[Task]:
         """As `Feed.tasks`; resuming reads past what was seen before."""
-        draws, batches = Draws(self._seed, epoch), islice(self._batches(epoch), start, None)
-        for step in count(start):
+        draws, batches, drawn = Draws(self._seed, epoch), self._batches(epoch), 0
+        for step in count():
             with draws:
                 data = next(batches, _END)
             if data is _END:
                 return
-            yield partial(self._batch, epoch, step, data)
+            if step == 0:  # who reads other examples is found by it
+                drawn = stream_checksum(data)
+            if step >= start:
+                yield partial(self._batch, epoch, step, data, drawn)
 
     def _batches(self, epoch: int) -> Iterator[Any]:
         source, size = self._dataset.source, self._dataset.batch_size
@@ -421,12 +425,12 @@ class StreamFeed:
                     [changed(maps, found, self._seed, epoch, index) for index, found in group]
                 )
 
-    def _batch(self, epoch: int, step: int, data: Any) -> Batch:
+    def _batch(self, epoch: int, step: int, data: Any, drawn: int) -> Batch:
         size = count_rows(data)
         span = self._dataset.rows(size, self._shard, self._member)
         offsets = torch.arange(span.start, span.stop).clamp(max=size - 1)
         mine = mapped(self._dataset.batch_maps, self._mine(data, offsets))
-        batch = Batch(mine, len(span), size, offsets, epoch, step)
+        batch = Batch(mine, len(span), size, offsets, epoch, step, drawn)
         if len(span):
             return _counted(batch) if self._dataset.batch_maps else batch
         spare = mapped(self._dataset.batch_maps, head(data, SPARE))

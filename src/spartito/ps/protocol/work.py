@@ -44,7 +44,8 @@ class Report(msgspec.Struct, frozen=True):
     ``sums`` are the worker's own totals over them. ``ended`` is the number of steps of the
     pass, where the worker found its end. ``bad`` pushes were dropped because their gradients
     were not finite; ``detail`` says which. ``metrics`` is the state of the metrics over them; it
-    goes over a connection as the payload.
+    goes over a connection as the payload. ``drawn`` is a checksum of the order of the pass, 0
+    where it has none.
     """
 
     lease: Count
@@ -54,6 +55,7 @@ class Report(msgspec.Struct, frozen=True):
     detail: Text = ""
     abandoned: bool = False
     metrics: Annotated[bytes, Meta(max_length=0)] = b""  # in the header of a message
+    drawn: Count = 0
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):

@@ -16,7 +16,7 @@ from spartito.ps.protocol.work import Complete, Lease, Pause, Report, Work
 from spartito.ps.scheduler import ledger
 from spartito.ps.scheduler.key_values import KeyValues
 from spartito.ps.scheduler.meetings import LOOK_SECONDS, Meetings
-from spartito.ps.scheduler.members import absence, absent, members, raised, spoiled
+from spartito.ps.scheduler.members import absence, absent, members, other_order, raised, spoiled
 from spartito.ps.scheduler.plan import Plan
 from spartito.ps.scheduler.queue import WorkQueue, WorkRange
 from spartito.ps.scheduler.readings import Readings
@@ -77,6 +77,7 @@ class Coordinator(Readings):
         """What every worker gets with its next reply."""
         # When a worker came or finished work, and when anybody's work last changed hands.
         self._progress = self._moved = now
+        self._orders: dict[tuple[int, int], tuple[int, int]] = {}  # of each pass: by whom, and what
         self._polled = (-1, -1, 0.0)  # stream, epoch, and since when the chief polls them
         self._failure: SpartitoError | None = None
         self._ended = False
@@ -254,9 +255,12 @@ class Coordinator(Readings):
             self._changed.notify_all()
 
     def drain(self, stream: int) -> None:
-        """Return when no lease of a stream is out, or ``lease_seconds`` have passed."""
+        """Return when no lease of a stream is out, or the job has failed; in ``lease_seconds``."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._queues[stream].held(), self.lease_seconds)
+            self._changed.wait_for(
+                lambda: self._failure is not None or not self._queues[stream].held(),
+                self.lease_seconds,
+            )
 
     def reopen(self, stream: int, lost: Iterable[WorkRange]) -> int:
         """Have lost work done again, first of all; returns how many work items that are."""
@@ -354,6 +358,7 @@ class Coordinator(Readings):
         queue = self._queues.get(stream)
         if queue is not None and not report.abandoned:
             try:
+                self._check_order(worker, stream, report)
                 counts = queue.finish(report.lease, report.sums, report.ended, now, report.metrics)
                 if counts:
                     self._progress = self._moved = now
@@ -368,6 +373,15 @@ class Coordinator(Readings):
             if total > self._bad_limit:
                 self.fail(spoiled(member, total, self._bad_limit, detail))
         self._changed.notify_all()
+
+    def _check_order(self, worker: int, stream: int, report: Report) -> None:
+        """Refuse a worker whose data come in another order than those of who reported first."""
+        for _, lease in self._queues[stream].held():
+            if lease.id == report.lease:
+                own = worker, report.drawn
+                first, drawn = self._orders.setdefault((stream, lease.pass_), own)
+                if drawn != report.drawn:
+                    raise other_order(self._members[worker], self._members[first])
 
     def _is_over(self, stream: int, epoch: int) -> bool:
         return stream in self._stopped or self._queues[stream].is_complete(epoch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from spartito.errors import SpartitoError, TaskLostError
+from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.heartbeat import last_words
 from spartito.notes import shown
 from spartito.ps.scheduler.ledger import Known
@@ -71,4 +71,13 @@ def spoiled(last: Member, total: int, limit: int, detail: str) -> SpartitoError:
         f"{total} pushes were not finite and dropped, more than {limit}; "
         f"the last by {last.name}: {detail}",
         "Lower the learning rate, clip the gradients, or look at the data.",
+    )
+
+
+def other_order(odd: Member, first: Member) -> UserError:
+    """The error of a job whose workers do not read the same data in the same order."""
+    return UserError(
+        f"{odd.name} has trained on other examples, or in another order, than {first.name}",
+        "Give all workers the same data, batch size and seed. A stream must give all of them all "
+        "examples, whatever their rank: Spartito divides it.",
     )

@@ -123,6 +123,7 @@ class Leased(Distributed):
         self._partial_metrics: list[bytes] = []
         self._reported: Sequence[float] = ()  # the sums of this epoch, up to the present lease
         self._shown = b""  # the metrics before the batches of an update that is not made yet
+        self._drawn = 0  # of the pass of the lease
         self._looked = (-1, -1)  # the lease and step of what `_halfway` found
         self._found: Halfway | None = None
 
@@ -344,6 +345,7 @@ class Leased(Distributed):
                     current.detail,
                     current.abandoned,
                     figures.take(),
+                    self._drawn,
                 )
                 before = self._reported = now
 
@@ -368,7 +370,7 @@ class Leased(Distributed):
         batches = self._reader.read(lease)
         try:
             for batch in batches:
-                current.step = expected
+                current.step, self._drawn = expected, batch.drawn
                 expected += 1
                 batch = self._placed(batch)
                 if lease.group and pair.accumulate > 1 and not pair.passes:
