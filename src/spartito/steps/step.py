@@ -248,6 +248,7 @@ class Step:
         belong(whole, weakref.WeakMethod(self._present), again=True)
         ask_before_steps(made, self._step_by_hand, self._after_steps(gradients))
         step = weakref.proxy(self)  # who lets go of a strategy leaves its groups
+        pair.edits.largest = weakref.WeakMethod(self._largest)
         placement.prepared(pair, lambda pair: step._couple(pair))
         return whole, made
 
@@ -256,6 +257,22 @@ class Step:
         if isinstance(gradients, DividedUpdates) or 0 < self.parts.exchange.fraction < 1:
             return divided_state.refuse
         return None if self.team.outer.is_whole else divided_state.refuse_of_group
+
+    def _largest(self, value: Tensor) -> Tensor:
+        """The largest of a value on all tasks that update together.
+
+        Raises:
+            UserError: Others update apart, who would not hear of it.
+        """
+        if not self.team.outer.is_whole:
+            raise UserError(
+                f"a GradScaler under {self.team.called}, whose groups would leave out different "
+                "updates",
+                "Use prepare(..., precision='fp16'), which scales the loss itself.",
+            )
+        for group in (self.team.model, self.team.replicas):
+            value = torch.stack(group.all_gather(value)).amax(0)
+        return value
 
     def _couple(self, pair: Pair) -> None:
         """Couple what this task has of a pair with what other groups have of it."""
@@ -873,6 +890,7 @@ class Step:
         self.team.forget_clipping()
         for pair in self.team.pairs.all:
             pair.gradients.leave()
+            pair.edits.largest = lambda: None
             stop_asking(pair.optimizer, self._step_by_hand)
 
     def _compare_at_end(self) -> None:

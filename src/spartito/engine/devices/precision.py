@@ -80,12 +80,16 @@ class LossScale:
         """Take back what `state_dict` returned."""
 
 
+class ReducedScaler(GradScaler):
+    """A scaler of gradients that are reduced, so that all replicas find the same in them."""
+
+
 class DynamicLossScale(LossScale):
     """As large as gradients allow, by torch's scaler: an update that overflows is left out."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._scaler = GradScaler(device.type)
+        self._scaler = ReducedScaler(device.type)
         self._is_unscaled = False
 
     @property

@@ -5,7 +5,7 @@ What adds to these parts, or is no fixed factor, makes other numbers than on one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any
@@ -13,9 +13,10 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
+from spartito.engine.devices.precision import ReducedScaler
 from spartito.engine.updates.optimizers import optimizer_parameters
 from spartito.errors import UserError
 from spartito.notes import warn
@@ -47,6 +48,8 @@ class Edits:
         self._deterministic, self._said = deterministic, False
         self._noted, self._has_norms = 0, True
         self._left: dict[int, tuple[ref[Tensor], int, str]] = {}
+        self.largest: Callable[[], Callable[[Tensor], Tensor] | None] = lambda: None
+        """Refers to what makes of a value the largest of all tasks that update together."""
         _install()
         _of_optimizers[optimizer] = self
 
@@ -149,12 +152,42 @@ def rewriting(optimizer: Optimizer | None) -> Iterator[None]:
 
 @cache
 def _install() -> None:
-    """Have torch's scalers say that they divide by their scale."""
-    plain: Any = GradScaler.unscale_
+    """Have torch's scalers say that they divide by their scale, and agree on what is not finite.
 
-    @wraps(plain)
-    def unscale_(self: GradScaler, optimizer: Optimizer) -> None:
+    A task whose part alone has an infinity would leave out the update that the others make. One
+    without rows has found nothing, which a scaler takes for a mistake. Optimizers that divide by
+    the scale themselves would do so after the norm is clipped.
+    """
+
+    def agrees(scaler: GradScaler, optimizer: Optimizer) -> bool:
+        is_own = scaler.is_enabled() and not isinstance(scaler, ReducedScaler)
+        return is_own and optimizer in _of_optimizers
+
+    unscale: Any = GradScaler.unscale_
+    step: Any = GradScaler.step
+
+    @wraps(unscale)
+    def unscale_(self: Any, optimizer: Optimizer) -> None:
         with rewriting(optimizer):
-            plain(self, optimizer)
+            unscale(self, optimizer)
+        if agrees(self, optimizer):
+            state = self._per_optimizer_states[id(optimizer)]
+            found: dict[torch.device, Tensor] = state["found_inf_per_device"]
+            own = torch.zeros((), device=self._scale.device)
+            for each in found.values():
+                own += each.to(own.device)
+            largest = _of_optimizers[optimizer].largest()
+            whole = own if largest is None else largest(own)
+            devices = found or {own.device}
+            state["found_inf_per_device"] = {device: whole.to(device) for device in devices}
+
+    @wraps(step)
+    def step_(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if agrees(self, optimizer):
+            state = self._per_optimizer_states[id(optimizer)]
+            if state["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+        return step(self, optimizer, *args, **kwargs)
 
     GradScaler.unscale_ = unscale_  # type: ignore[method-assign]
+    GradScaler.step = step_  # type: ignore[method-assign]
