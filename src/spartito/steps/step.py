@@ -24,13 +24,14 @@ from spartito.checkpoint.saved_state import Saved
 from spartito.checkpoint.saving import CopyMemory, Tasks, Unwritten, gather_together, save_together
 from spartito.checkpoint.write_plan import Local
 from spartito.cluster.spec import NO_RANK, ClusterSpec, Task
-from spartito.collectives.collective import IdentityCollective
+from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.process_group import works_there
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.reading.loader import Loader, check_divides
 from spartito.data.reading.placing import Placing
 from spartito.data.source import PerWorker
+from spartito.engine import loop_metrics
 from spartito.engine.checksum import DriftedError
 from spartito.engine.devices.denormals import Denormals, flushed
 from spartito.engine.devices.device import divide_cores, move
@@ -249,6 +250,8 @@ class Step:
         ask_before_steps(made, self._step_by_hand, self._after_steps(gradients))
         step = weakref.proxy(self)  # who lets go of a strategy leaves its groups
         pair.edits.largest = weakref.WeakMethod(self._largest)
+        loop_metrics.forget(self._data)
+        loop_metrics.watch(self._data)
         placement.prepared(pair, lambda pair: step._couple(pair))
         return whole, made
 
@@ -257,6 +260,10 @@ class Step:
         if isinstance(gradients, DividedUpdates) or 0 < self.parts.exchange.fraction < 1:
             return divided_state.refuse
         return None if self.team.outer.is_whole else divided_state.refuse_of_group
+
+    def _data(self) -> Collective:
+        """The group of those who have other examples of a batch."""
+        return self.groups.data
 
     def _largest(self, value: Tensor) -> Tensor:
         """The largest of a value on all tasks that update together.
@@ -321,6 +328,7 @@ class Step:
         self, dataset: Any, *, seed: int | None = None, training: bool = True
     ) -> Distributed:
         """As `Strategy.distribute`."""
+        loop_metrics.install()
         team = self.team
         shard, order = team.data_shard, self._seed if seed is None else seed
         chain: Dataset = as_dataset(dataset)
@@ -888,6 +896,7 @@ class Step:
         self._context = None
         self.denormals.close()
         self.team.forget_clipping()
+        loop_metrics.forget(self._data)
         for pair in self.team.pairs.all:
             pair.gradients.leave()
             pair.edits.largest = lambda: None
