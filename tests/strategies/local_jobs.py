@@ -157,8 +157,8 @@ def written_beside_servers(name: str, options: dict[str, Any], how: str) -> str:
     ``how``: "before" the first step, "between" two fits, in a "loop" of one's own, by a "pre_hook"
     or "post_hook" of the optimizer, or a callback has "frozen" a weight. One that is "frozen
     between" two fits is so on all tasks. A callback writes into what is "still", and a loop "waits"
-    with its updates. It "begins" or "loads" the optimizer's state anew. A "forward" pass writes,
-    also by ".data", as one that clamps what it learns.
+    with its updates. It "begins" or "loads" the optimizer's state anew, or "saves" it. A "forward"
+    pass writes, also by ".data", as one that clamps what it learns.
     """
     strategy = make_strategy(name, **options)
     net: Any = mlp()
@@ -183,7 +183,7 @@ def written_beside_servers(name: str, options: dict[str, Any], how: str) -> str:
         if how.endswith("_hook"):
             register = getattr(trainer.optimizer, f"register_step_{how}")
             register(lambda *_: net[0].bias.data.zero_())
-        if how not in ("loop", "waits", "begins", "loads"):
+        if how not in ("loop", "waits", "begins", "loads", "saves"):
             given = [Freeze()] if how.startswith(("frozen", "still")) else []
             trainer.fit(data, epochs=1, callbacks=given, verbose=0)
             if how == "between":
@@ -200,7 +200,9 @@ def written_beside_servers(name: str, options: dict[str, Any], how: str) -> str:
             if how == "begins":
                 trainer.optimizer.state.clear()
             if how == "loads":
-                trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())
+                trainer.optimizer.load_state_dict({"state": {}, "param_groups": []})
+            if how == "saves":
+                trainer.optimizer.state_dict()
             if how == "loop":
                 net[3].bias.data.clamp_(-0.01, 0.01)
         return "it trains"

@@ -278,3 +278,31 @@ def folds(name: str, options: dict[str, Any], closes: bool) -> list[tuple[bool, 
         maps = Path("/proc/self/maps").read_text().count("spartito-")
         found.append((alive[0]() is None, alive[1]() is None, maps))
     return found
+
+
+@warns("every=")
+def optimizer_state(name: str, options: dict[str, Any]) -> list[str]:
+    """What is said to a script that saves and loads an optimizer's state; "" where it may."""
+    strategy, net = make_strategy(name, **options), mlp()
+    shapes = [parameter.shape for parameter in net.parameters()]
+    optimizer = torch.optim.Adam(net.parameters(), 0.02)
+    trainer = sp.Trainer(net, optimizer=optimizer, loss=nn.CrossEntropyLoss(), strategy=strategy)
+    trainer.fit(blobs(16), batch_size=8, verbose=0)
+    plain = torch.optim.Adam(mlp().parameters(), 0.02)
+    for parameter in plain.param_groups[0]["params"]:
+        parameter.grad = torch.zeros_like(parameter)
+    plain.step()
+    errors = []
+    try:
+        state = optimizer.state_dict()["state"].values()
+        assert [one["exp_avg"].shape for one in state] == shapes
+        errors.append("")
+    except sp.UserError as error:
+        errors.append(str(error))
+    try:
+        optimizer.load_state_dict(plain.state_dict())
+        errors.append("")
+    except sp.UserError as error:
+        errors.append(str(error))
+    strategy.close()
+    return errors

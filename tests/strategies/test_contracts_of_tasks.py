@@ -163,6 +163,22 @@ def test_workers_of_servers_with_other_examples_are_named(replicas: Replicas, wh
     assert "in another order, than worker " in error
 
 
+@every_flat
+def test_a_part_of_an_optimizers_state_is_neither_saved_nor_loaded(
+    replicas: Replicas, case: Case
+) -> None:
+    """As another task would go on with it: what a script may save is whole."""
+    name, world_size, options = case
+    for errors in replicas(task_jobs.optimizer_state, world_size, name, options):
+        if errors != ["", ""]:
+            assert world_size > 1
+            assert "state_dict() of an Adam under" in errors[0]
+            assert "load_state_dict() of an Adam under" in errors[1]
+            assert all("each task has a part of its state" in error for error in errors)
+        else:
+            assert name not in ("central_storage", "pipeline") or world_size == 1
+
+
 @crossed("closes", {"closed": True, "dropped": False}, SYNCHRONOUS)
 def test_a_strategy_goes_with_its_model_and_memory(
     replicas: Replicas, case: Case, closes: bool

@@ -368,6 +368,7 @@ def test_what_a_callback_writes_into_parameters_is_refused(
         ("forward .data", 1, "0.bias of the model changed on worker 0 in the forward pass under"),
         ("begins", 1, "optimizer.state.clear() under parameter_server"),
         ("loads", 1, "optimizer.load_state_dict() under parameter_server"),
+        ("saves", 1, "optimizer.state_dict() under parameter_server"),
         ("frozen between", 2, "it trains"),
         ("frozen", 2, "0.weight of the model was frozen on worker 0 during fit()"),
         ("frozen", 1, "it trains"),

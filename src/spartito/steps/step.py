@@ -79,6 +79,7 @@ from spartito.engine.updates.optimizers import (
     check_optimizer,
     check_undivided,
     fuse,
+    has_part,
     is_compiled,
     load_named_state,
     make_optimizer,
@@ -248,6 +249,11 @@ class Step:
         team.pairs.state.in_groups = team.is_chief and not team.outer.is_whole
         belong(whole, weakref.WeakMethod(self._present), again=True)
         ask_before_steps(made, self._step_by_hand, self._after_steps(gradients))
+        of_model = team.model.world_size > 1 and has_part(unwrap(whole))
+        if of_model or self._after_steps(gradients) is divided_state.refuse:
+            divided_state.watch_state(made, team.called)
+        else:
+            divided_state.forget_state(made)
         step = weakref.proxy(self)  # who lets go of a strategy leaves its groups
         pair.edits.largest = weakref.WeakMethod(self._largest)
         loop_metrics.forget(self._data)

@@ -8,12 +8,57 @@ parameter.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.optim import SGD, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from spartito.engine.updates.optimizer_step import ask_nobody, asked_before
 from spartito.engine.updates.optimizers import LOADING
 from spartito.errors import UserError
+
+_watched: WeakKeyDictionary[Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
+
+
+def watch_state(optimizer: Optimizer, where: str) -> None:
+    """Refuse, from now on, to save or load the state that this task has: it is a part of it.
+
+    Args:
+        optimizer: The user's own.
+        where: The strategy, as its user calls it.
+    """
+
+    def refuse_saving(optimizer: Optimizer) -> None:
+        if not _has_none(optimizer):
+            raise _part_of(optimizer, where, "state_dict()")
+
+    def refuse_loading(optimizer: Optimizer, state: dict[str, Any]) -> None:
+        if state.get("state"):
+            raise _part_of(optimizer, where, "load_state_dict()")
+
+    forget_state(optimizer)
+    _watched[optimizer] = [
+        optimizer.register_state_dict_pre_hook(refuse_saving),
+        optimizer.register_load_state_dict_pre_hook(refuse_loading),
+    ]
+
+
+def forget_state(optimizer: Optimizer) -> None:
+    """Refuse neither any more.
+
+    Args:
+        optimizer: Any.
+    """
+    for hook in _watched.pop(optimizer, ()):
+        hook.remove()
+
+
+def _part_of(optimizer: Optimizer, where: str, call: str) -> UserError:
+    return UserError(
+        f"{call} of an {type(optimizer).__name__} under {where}: each task has a part of its state",
+        "strategy.state_dict() has all of it, and strategy.load_state_dict(state) takes that after "
+        "prepare; all tasks call both. Learning rates are in optimizer.param_groups.",
+    )
 
 
 def refuse(optimizer: Optimizer, given: Any) -> bool:
@@ -40,6 +85,7 @@ def _refuse(optimizer: Optimizer, where: str, here: str) -> bool:
         return False
     if not optimizer.state and not getattr(optimizer, "_opt_called", False):
         ask_nobody(optimizer)  # it begins here, with all of it
+        forget_state(optimizer)
         return False
     raise UserError(
         f"an {type(optimizer).__name__} whose state {where} a strategy that is closed: {here}",

@@ -42,7 +42,7 @@ def ours() -> Iterator[None]:
 
 
 def watch_state(optimizer: Optimizer) -> Callable[[], None]:
-    """Have a script refused that loads or begins anew what servers have.
+    """Have a script refused that saves, loads or begins anew what servers have.
 
     Args:
         optimizer: The user's own.
@@ -51,15 +51,23 @@ def watch_state(optimizer: Optimizer) -> Callable[[], None]:
         What ends that.
     """
 
-    def refuse(optimizer: Optimizer, state: Any) -> None:
+    def refuse_saving(optimizer: Optimizer) -> None:
+        if not _are_ours:
+            raise _elsewhere("optimizer.state_dict()")
+
+    def refuse_loading(optimizer: Optimizer, state: Any) -> None:
         if not _are_ours:
             raise _elsewhere("optimizer.load_state_dict()")
 
-    hook = optimizer.register_load_state_dict_pre_hook(refuse)
+    hooks = (
+        optimizer.register_state_dict_pre_hook(refuse_saving),
+        optimizer.register_load_state_dict_pre_hook(refuse_loading),
+    )
     optimizer.state = ServedState(dict, optimizer.state)
 
     def end() -> None:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         optimizer.state = defaultdict(dict, optimizer.state)
 
     return end
@@ -68,6 +76,6 @@ def watch_state(optimizer: Optimizer) -> Callable[[], None]:
 def _elsewhere(call: str) -> UserError:
     return UserError(
         f"{call} under parameter_server: the servers have the optimizer's state",
-        "Load what strategy.save(folder) wrote, by strategy.load(folder), or take a synchronous "
-        "strategy.",
+        "strategy.state_dict() has it. Load what strategy.save(folder) wrote, by "
+        "strategy.load(folder), or take a synchronous strategy.",
     )
