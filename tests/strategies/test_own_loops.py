@@ -16,6 +16,8 @@ from spartito.engine.updates.optimizers import check_optimizer
 from spartito.errors import UserError
 from spartito.strategies import Strategy
 from tests.commands import LIMIT, commands_in
+from tests.replicas import Replicas
+from tests.strategies import two_batches_jobs
 
 LEFT = """
 import sys, torch
@@ -125,3 +127,33 @@ def test_names_of_packages_are_shown() -> None:
     for module in (sp, sp.data, sp.callbacks, spartito.strategies, spartito.storage):
         assert {*module.__all__} <= {*dir(module)}, module
         assert dir(module) == sorted(dir(module))
+
+
+@pytest.mark.parametrize("sizes", [(32, 32), (32, 31), (27, 32)])
+@pytest.mark.parametrize("name", ["mirrored", "sharded"])
+def test_a_loss_of_two_batches_is_exact_or_warned_of(
+    replicas: Replicas, name: str, sizes: tuple[int, int]
+) -> None:
+    """By one backward pass where replicas have the same part of both, else by one for each."""
+    expected = two_batches_jobs.plain(sizes)
+    for way in ("together", "apart"):
+        found = replicas(two_batches_jobs.trained, 2, name, {}, sizes, way)
+        gaps = [
+            (value - learned[key]).abs().max()
+            for learned, _ in found[:1]
+            for key, value in expected.items()
+        ]
+        is_even = len({-size % two_batches_jobs.BATCH for size in sizes}) == 1
+        warned = max(count for _, count in found)
+        if way == "apart" or is_even:
+            assert max(gaps) <= 1e-12
+            assert warned == 0
+        else:
+            assert max(gaps) > 1e-12
+            assert warned == 1
+
+
+@pytest.mark.parametrize("way", ["ahead", "without"])
+def test_a_batch_that_is_in_no_loss_is_none_of_it(replicas: Replicas, way: str) -> None:
+    found = replicas(two_batches_jobs.trained, 2, "mirrored", {}, (27, 31), way)
+    assert [count for _, count in found] == [0, 0]

@@ -90,10 +90,17 @@ class Placed(Distributed):
 
     def _unseen(self, batches: Generator[Batch]) -> Generator[Batch]:
         """Batches of a loop of the user's own, in which nobody else compares replicas."""
+        pairs = self._pairs
+        if pairs is None:
+            yield from batches
+            return
         for batch in batches:
-            if self._pairs is not None:
-                self._pairs.unseen = True
-            yield batch
+            pairs.met(batch, self)
+            since = pairs.passes
+            try:
+                yield batch
+            finally:
+                pairs.done_with(batch, self, since)
 
     def epochs(
         self, count: int, steps: int | None, done: int, figures: Figures | None = None
