@@ -95,12 +95,12 @@ class Placed(Distributed):
             yield from batches
             return
         for batch in batches:
-            pairs.met(batch, self)
-            since = pairs.passes
+            pairs.batches.met(batch, self)
+            since = pairs.batches.passes
             try:
                 yield batch
             finally:
-                pairs.done_with(batch, self, since)
+                pairs.batches.done_with(batch, self, since)
 
     def epochs(
         self, count: int, steps: int | None, done: int, figures: Figures | None = None

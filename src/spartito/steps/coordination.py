@@ -493,7 +493,7 @@ class SynchronousCoordination(Coordination):
         self.compare_in(compared, self.parameters(), order)
         for pair in self._pairs.all:
             pair.gradients.compared()
-        self._pairs.unseen, self._pairs.order = False, 0
+        self._pairs.batches.compared()
         return ""
 
     def compare_in(self, group: Collective, parameters: Sequence[nn.Parameter], order: int) -> None:

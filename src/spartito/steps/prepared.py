@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spartito.data.batch import Batch
 from spartito.engine.checksum import ROUNDING, DriftedError
 from spartito.engine.devices.precision import LossScale
 from spartito.engine.gradients.gradient_edits import Edits
@@ -25,7 +22,7 @@ from spartito.engine.randomness.global_randomness import GlobalRandomness
 from spartito.engine.step_context import current
 from spartito.engine.updates.optimizers import optimizer_parameters, unwrap
 from spartito.errors import UserError
-from spartito.notes import warn
+from spartito.steps.loop_batches import LoopBatches, LoopState
 
 
 class LossGap:
@@ -214,19 +211,6 @@ def take(parameters: Sequence[nn.Parameter], others: Sequence[Pair]) -> None:
             pair.taken += sum(id(parameter) in used for parameter in pair.gradients.parameters)
 
 
-@dataclass
-class LoopState:
-    """What is to be known of a loop of the user's own when its strategy is gone.
-
-    Attributes:
-        unseen: As `Pairs.unseen`.
-        in_groups: Whether this is the chief of groups that train apart.
-    """
-
-    unseen: bool = False
-    in_groups: bool = False
-
-
 class Pairs:
     """All that a strategy has prepared, and which of it is meant."""
 
@@ -234,60 +218,7 @@ class Pairs:
         self.all: list[Pair] = []
         self.used: Pair | None = None
         self.state = LoopState()
-        self.order = 0
-        """A checksum of what loops of the user's own trained with since the last comparison."""
-        self._drawn = 0
-        self._given = deque[tuple[int, int, int, int]](maxlen=32)
-        self.passes = 0
-        """How many batches loops of the user's own have given to backward passes."""
-        self._sources: dict[int, int] = {}
-        self._said = False
-
-    def met(self, batch: Batch, source: object) -> None:
-        """A loop of the user's own gets a batch, from what `done_with` is told, too."""
-        self.unseen = True
-        self._sources[id(batch)] = id(source)
-
-    def saw(self, batch: Batch) -> None:
-        """Count a batch in `order`, if a loop of the user's own trains with it."""
-        if not self.unseen:
-            return
-        self.passes += 1
-        key = id(batch)
-        self._given.append((key, self._sources.get(key, 0), batch.size, batch.global_size))
-        if batch.drawn != self._drawn:
-            self._drawn = batch.drawn
-            self.order = crc32(b"%d" % batch.drawn, self.order)
-
-    def done_with(self, batch: Batch, source: object, since: int) -> None:
-        """Warn of a batch that may be in a loss which is weighed as another one.
-
-        Its part here is another part of the whole than that of the batch which `backward` was
-        given, as where the last ones have other sizes.
-
-        Args:
-            batch: The loop is done with it.
-            source: Where it came from.
-            since: `passes` when it came.
-        """
-        self._sources.pop(id(batch), None)
-        if self._said or self.passes == since:
-            return
-        given = list(self._given)[since - self.passes :]
-        if any(key == id(batch) for key, *_ in given):
-            return
-        for _, other, size, whole in given:
-            if other != id(source) and size * batch.global_size != batch.size * whole:
-                self._said = True
-                warn(
-                    "a loss of two batches of which this replica has other parts, %d of %d "
-                    "examples and %d of %d, is weighed by the one that strategy.backward() was "
-                    "given: the numbers depend on how many replicas there are. Call it for each "
-                    "batch with its own loss, then update(). If the other batch is in no loss, "
-                    "nothing is wrong",
-                    size, whole, batch.size, batch.global_size,
-                )  # fmt: skip
-                return
+        self.batches = LoopBatches(self.state)
 
     @property
     def unseen(self) -> bool:

@@ -98,9 +98,10 @@ from spartito.steps.batches import Placed, Together
 from spartito.steps.coordination import Coordination
 from spartito.steps.distributed import Distributed, StepResult
 from spartito.steps.groups import Groups
+from spartito.steps.loop_batches import LoopState
 from spartito.steps.parts import Parts, Settings, State
 from spartito.steps.placements.computation import Evaluated, WholeModel, are_spare, no_gradient
-from spartito.steps.prepared import LoopState, Pair, check_taken, check_unchanged, take, tensors_of
+from spartito.steps.prepared import Pair, check_taken, check_unchanged, take, tensors_of
 from spartito.steps.state_parts import (
     load_model,
     names_of_all,
@@ -457,7 +458,7 @@ class Step:
     def _compute(self, pair: Pair, batch: Batch, loss: LossFunction | None) -> Any:
         """The output for a batch, whose gradients wait with those before."""
         self.recovery.begin(pair, batch)
-        self.team.pairs.saw(batch)
+        self.team.pairs.batches.saw(batch)
         if self._entered is not batch:
             self.enter(batch)
         self._come_back()
@@ -603,7 +604,7 @@ class Step:
             raise no_gradient()
         if not team.pairs.all:
             team.pairs.meant("backward()")  # says what comes first
-        team.pairs.saw(batch)
+        team.pairs.batches.saw(batch)
         drawn = any(pair.has_drawn for pair in team.pairs.all)
         newest = team.pairs.all[-1]  # who prepares another model begins another training
         found = computation.looked_at(newest, None, None, batch, found, drawn)
@@ -809,7 +810,7 @@ class Step:
         """This task's own part of model and optimizer, under the user's names."""
 
         def state() -> State:
-            self.coordination.compare(self.team.pairs.order)
+            self.coordination.compare(self.team.pairs.batches.order)
             self.synchronize()
             model = unwrap(pair.model)
             found: State = {
@@ -919,7 +920,7 @@ class Step:
             return
         try:
             with self.coordination.during("close"):
-                self.coordination.compare(self.team.pairs.order)
+                self.coordination.compare(self.team.pairs.batches.order)
                 if not self.team.outer.is_whole:
                     self.synchronize()  # what is done with the model later is done by all
         except DriftedError:
