@@ -174,14 +174,15 @@ def save_and_load(name: str, options: dict[str, Any], folder: str) -> tuple[list
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    """Examples one after the other; one replica has them in another order."""
+    """Examples one after the other; one replica has them in another order, from some pass on."""
 
-    def __init__(self, other: bool) -> None:
-        self.other = other
+    def __init__(self, other: bool, first: int) -> None:
+        self.other, self.left = other, first
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         examples = list(zip(*blobs(20), strict=True))
-        yield from reversed(examples) if self.other else examples
+        self.left -= 1
+        yield from reversed(examples) if self.other and self.left < 0 else examples
 
 
 @warns("worker 1 is gone")  # it has left the loop with its error
@@ -226,9 +227,9 @@ def drift(name: str, options: dict[str, Any], what: str) -> tuple[int, str]:
         seed=int(last and what == "seed"),
     )
     data = sp.data.arrays(*blobs(20)).shuffle()
-    if what in ("stream", "batches"):
-        stream = Stream(last)
-        data = sp.data.as_dataset(stream if what == "stream" else DataLoader(stream, 5), None)
+    if what in ("stream", "batches", "later"):
+        stream = Stream(last, first=int(what == "later"))
+        data = sp.data.as_dataset(DataLoader(stream, 5) if what == "batches" else stream, None)
     try:
         batches = data if what == "batches" else data.batch(5)
         trainer.fit(batches, epochs=2, callbacks=[Change()], verbose=0)

@@ -124,7 +124,7 @@ def test_replicas_that_drift_are_named_at_the_end_of_the_epoch(
     name, world_size, options = case
     last = world_size - 1
     drifts = {"value": "parameters than", "frozen": "that learn than"}
-    drifts |= dict.fromkeys(("seed", "stream", "batches"), "in another order")
+    drifts |= dict.fromkeys(("seed", "stream", "batches", "later"), "in another order")
     for what, text in drifts.items():
         for step, error in replicas(task_jobs.drift, world_size, name, options, what):
             if options.get("communication") == "ddp" and what == "frozen":
@@ -136,7 +136,9 @@ def test_replicas_that_drift_are_named_at_the_end_of_the_epoch(
                 once = once or (is_coupled(case) and what == "value")  # by the next meeting
                 by_torch = options.get("communication") == "fsdp"
                 once = once or (by_torch and what == "frozen")  # before torch's own calls
-                assert step == (2 if once else 4), error
+                first = what in ("seed", "stream", "batches")  # noticed by the first update
+                expected = 8 if what == "later" else 0 if first else 2 if once else 4
+                assert step == expected, error
                 assert error.startswith(f"the replicas have drifted apart: worker {last} has ")
                 assert text in error
             else:

@@ -275,6 +275,12 @@ class Coordination(ABC):
             UserError: They differ, and training is deterministic.
         """
 
+    def compare_order(self, drawn: int) -> None:  # noqa: B027 - not all meet
+        """Raise `UserError` that names who reads other data; all tasks that meet call it.
+
+        ``drawn`` is a checksum of the order of a pass, as of its batches.
+        """
+
     def follow(self, schedule: LRScheduler | None, ahead: int = 0) -> None:  # noqa: B027 - few do
         """``schedule`` steps once per global step; None: nobody knows the options to come.
 
@@ -426,6 +432,23 @@ class SynchronousCoordination(Coordination):
         for each in self.agreements:
             self._together(partial(self._done, each.settle_buffers))
 
+    def compare_order(self, drawn: int) -> None:
+        """As `Coordination.compare_order`."""
+
+        def compare() -> str:
+            group = self._compared
+            if group.world_size > 1:
+                own = torch.tensor(drawn)
+                check_orders(group, [int(each) for each in group.all_gather(own)])
+            return ""
+
+        self._together(compare)
+
+    @property
+    def _compared(self) -> Collective:
+        """Who is to have the same as this task."""
+        return self.groups.replicas if self._outer.is_apart else self.groups.data
+
     @staticmethod
     def _done(work: Callable[[], None]) -> str:
         work()
@@ -489,8 +512,7 @@ class SynchronousCoordination(Coordination):
 
     def _compare(self, order: int) -> str:
         self.settle()
-        compared = self.groups.replicas if self._outer.is_apart else self.groups.data
-        self.compare_in(compared, self.parameters(), order)
+        self.compare_in(self._compared, self.parameters(), order)
         for pair in self._pairs.all:
             pair.gradients.compared()
         self._pairs.batches.compared()
@@ -514,15 +536,7 @@ class SynchronousCoordination(Coordination):
         mine = (self.checksum(parameters), rounding_id(device), order, learn)
         found = [each.tolist() for each in group.all_gather(torch.tensor(mine))]
         values, rounds, orders, flags = zip(*found, strict=True)
-        if unlike := outliers(orders):
-            raise different(
-                group,
-                unlike,
-                "has trained on other examples, or in another order, than",
-                "Give all replicas the same data, batch size and seed. A stream must give all of "
-                "them all examples, whatever their rank: Spartito divides it. What each reads for "
-                "itself is sp.data.per_worker(function).",
-            )
+        check_orders(group, orders)
         if unlike := outliers(flags):
             raise different(group, unlike, *OTHERS_LEARN)
         _compare_values(group, parameters, values, rounds)
@@ -564,3 +578,24 @@ def _compare_values(
         unlike = outliers(drifted([tuple(each.tolist()) for each in sums]))
     if unlike:
         raise different(group, unlike, *OTHER_VALUES)
+
+
+def check_orders(group: Collective, orders: Sequence[int]) -> None:
+    """Refuse a task that reads other examples, or in another order, than most.
+
+    Args:
+        group: Whose tasks.
+        orders: A checksum of each one's examples.
+
+    Raises:
+        UserError: Which one it is.
+    """
+    if unlike := outliers(orders):
+        raise different(
+            group,
+            unlike,
+            "has trained on other examples, or in another order, than",
+            "Give all replicas the same data, batch size and seed. A stream must give all of them "
+            "all examples, whatever their rank: Spartito divides it. What each reads for itself is "
+            "sp.data.per_worker(function).",
+        )

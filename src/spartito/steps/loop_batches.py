@@ -36,7 +36,8 @@ class LoopBatches:
         """A checksum of what they trained with since the last comparison."""
         self.passes = 0
         """How many batches they have given to backward passes."""
-        self._drawn = 0
+        self.drawn = 0
+        """`Batch.drawn` of the last one, also of `fit`."""
         self._given = deque[tuple[int, int, int, int]](maxlen=32)
         self._sources: dict[int, int] = {}
         self._said = False
@@ -56,14 +57,14 @@ class LoopBatches:
         self._sources[id(batch)] = id(source)
 
     def saw(self, batch: Batch) -> None:
-        """A backward pass is of this batch; nothing where no loop of the user's own runs."""
+        """A backward pass is of this batch; of those of `fit` no more is kept than `drawn`."""
+        before, self.drawn = self.drawn, batch.drawn
         if not self._state.unseen:
             return
         self.passes += 1
         key = id(batch)
         self._given.append((key, self._sources.get(key, 0), batch.size, batch.global_size))
-        if batch.drawn != self._drawn:
-            self._drawn = batch.drawn
+        if batch.drawn != before or not self.order:
             self.order = crc32(b"%d" % batch.drawn, self.order)
 
     def done_with(self, batch: Batch, source: object, since: int) -> None:

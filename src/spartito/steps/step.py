@@ -514,8 +514,10 @@ class Step:
         recovery.brought(pair, rest[len(drawn) :])
         if not pair.is_compared:
             pair.is_compared = True
-            if randomness is not None and team.recovery is None:  # else some may be here later
-                team.coordination.compare_buffers()
+            if team.recovery is None:  # else some may be here later
+                team.coordination.compare_order(team.pairs.batches.drawn)
+                if randomness is not None:
+                    team.coordination.compare_buffers()
         return StepResult(
             output,
             examples,
