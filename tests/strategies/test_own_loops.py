@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import spartito as sp
 from spartito.engine.updates.optimizers import check_optimizer
@@ -157,3 +158,17 @@ def test_a_loss_of_two_batches_is_exact_or_warned_of(
 def test_a_batch_that_is_in_no_loss_is_none_of_it(replicas: Replicas, way: str) -> None:
     found = replicas(two_batches_jobs.trained, 2, "mirrored", {}, (27, 31), way)
     assert [count for _, count in found] == [0, 0]
+
+
+def test_batches_have_the_length_of_a_pass_where_it_is_known() -> None:
+    x = torch.zeros(20, 3)
+    with alone() as strategy:
+        prepared(strategy)
+        loader = DataLoader(TensorDataset(x), 8, drop_last=True)
+        for data, count in ((sp.data.arrays(x).batch(8), 3), (loader, 2)):
+            batches = strategy.distribute(data)
+            assert len(batches) == len(list(batches)) == count
+        batches = strategy.distribute(x[at : at + 4] for at in range(0, 20, 4))
+        with pytest.raises(TypeError, match="no known number"):
+            len(batches)
+        assert len(list(batches)) == 5

@@ -79,10 +79,15 @@ class Placed(Distributed):
         self._group, self._denormals, self._pairs = group, denormals, pairs
         self._counted, self._follow = counted, follow
         self._begins = True
+        self.length: int | None = None
+        """The global batches of a pass, where that is known."""
         self.before: Callable[[], None] = lambda: None
         """Is called before a batch is announced."""
         self._order, self._alike, self._like = 0, 0, (0, 0)
         self.waited = 0.0
+
+    def __len__(self) -> int:
+        return super().__len__() if self.length is None else self.length
 
     def __iter__(self) -> Generator[Batch]:
         self._begins = True

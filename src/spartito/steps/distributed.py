@@ -76,6 +76,13 @@ class Distributed(Protocol):
     alike: bool
     """Whether the results of steps are equal on all tasks."""
 
+    def __len__(self) -> int:
+        """How many global batches a pass has; ``TypeError`` where that is not known before.
+
+        Under parameter servers it is not, as a worker gets as many as it has time for.
+        """
+        raise TypeError("these batches have no known number")
+
     def __iter__(self) -> Generator[Batch]:
         """From the present position to the end of the epoch; the next iteration is the next one."""
         ...

@@ -358,6 +358,7 @@ class Step:
             team.pairs if training else None, self.parts.placement.account.counted,
             self._follow if training else None,
         )  # fmt: skip
+        found.length = chain.steps_per_epoch
         return team.outer.placed(found, training)
 
     def _divisible(self, chain: Dataset, parts: int) -> Dataset:
