@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from spartito.errors import TaskLostError, UserError
 from spartito.wire import dialing as sockets
@@ -81,6 +82,17 @@ def test_a_port_that_is_taken_is_named() -> None:
         port = listener.getsockname()[1]
         with pytest.raises(UserError, match=f"ps 1 cannot listen on 127.0.0.1:{port}"):
             listen(Endpoint("ps 1", "127.0.0.1", (port,)), LONG)
+
+
+def test_a_group_of_the_scripts_own_may_have_the_port() -> None:
+    with listen(Endpoint("ps 0", "127.0.0.1", (DRAWN,)), LONG) as listener:
+        port = listener.getsockname()[1]
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            with pytest.raises(UserError, match=r"own torch.distributed.init_process_group\(\)"):
+                listen(Endpoint("ps 1", "127.0.0.1", (port,)), LONG)
+        finally:
+            dist.destroy_process_group()
 
 
 def test_an_address_of_another_machine_is_all_interfaces(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from spartito.errors import UserError
 from spartito.notes import note, warn
@@ -119,8 +121,16 @@ def _taken(endpoint: Endpoint, error: OSError) -> TakenError:
             f"{min(endpoint.ports)}-{max(endpoint.ports)} is free",
             "End the programs that have them, or allow more: --ports, SPARTITO_PORTS.",
         )
+    what = f"{endpoint.name} cannot listen on {endpoint.host}:{first}: {error.strerror}"
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return TakenError(
+            what,
+            "This script's own torch.distributed.init_process_group() may have the port: leave it "
+            "out, as the strategy joins the job, and sum by strategy.reduce.",
+        )
     return TakenError(
-        f"{endpoint.name} cannot listen on {endpoint.host}:{first}: {error.strerror}",
+        what,
         "Another program has the port: choose a free one. Or this script made a second strategy "
         "while the first is open: give all trainers the same, Trainer(..., strategy=strategy).",
     )
