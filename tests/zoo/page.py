@@ -90,6 +90,15 @@ def said_of(cell: Cell) -> str:
     return _one_line(cell.refused) if cell.refused else "right" if cell.right else "wrong"
 
 
+def without_numbers(said: str) -> str:
+    """What is said without its numbers: those of whichever replica was the first to refuse.
+
+    Args:
+        said: As `said_of` and `read` return it.
+    """
+    return re.sub(r"\d+", "n", said)
+
+
 def _shown(cell: Cell, notes: list[str]) -> str:
     if not cell.refused:
         return f"{_rounded(cell.difference)}" if cell.right else "**wrong**"
