@@ -55,6 +55,26 @@ def test_a_chief_that_works_alone() -> None:
         local.close()
 
 
+def test_another_order_of_a_pass_ends_the_job_and_no_batch_is_no_order() -> None:
+    with co.serving(2) as (coordinator, port):
+        local, link = LocalLink(coordinator, 0), co.link(port, 1)
+        coordinator.open(0, co.plan())
+        found = [link.take(0, 0, None), local.take(0, 0, None)]
+        for drawn in (0, 5, 5, 0):  # both in turn; the first has found no batch
+            source = (link, local)[len(found) % 2]
+            lease = found[-2]
+            assert isinstance(lease, Lease)
+            found.append(source.take(0, 0, co.report(lease, drawn=drawn)))
+            coordinator.check()
+        lease = found[-2]
+        assert isinstance(lease, Lease)
+        link.take(0, 0, co.report(lease, drawn=7), wait=False)
+        with pytest.raises(UserError, match=r"worker 1 has trained on other .* worker 0"):
+            coordinator.check()
+        link.close()
+        local.close()
+
+
 @pytest.mark.parametrize("options", [{}, {"gated": True}, {"together": True}])
 def test_workers_and_chief_share_the_epochs(options: dict[str, Any]) -> None:
     with (

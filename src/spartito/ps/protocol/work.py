@@ -45,7 +45,7 @@ class Report(msgspec.Struct, frozen=True):
     pass, where the worker found its end. ``bad`` pushes were dropped because their gradients
     were not finite; ``detail`` says which. ``metrics`` is the state of the metrics over them; it
     goes over a connection as the payload. ``drawn`` is a checksum of the order of the pass, 0
-    where it has none.
+    where it has none, or the lease had no batch.
     """
 
     lease: Count

@@ -375,7 +375,12 @@ class Coordinator(Readings):
         self._changed.notify_all()
 
     def _check_order(self, worker: int, stream: int, report: Report) -> None:
-        """Refuse a worker whose data come in another order than those of who reported first."""
+        """Refuse a worker whose data come in another order than those of who reported first.
+
+        Who found no batch, as behind the end of a stream, has seen nothing of an order.
+        """
+        if not report.drawn:
+            return
         for _, lease in self._queues[stream].held():
             if lease.id == report.lease:
                 own = worker, report.drawn

@@ -123,7 +123,7 @@ class Leased(Distributed):
         self._partial_metrics: list[bytes] = []
         self._reported: Sequence[float] = ()  # the sums of this epoch, up to the present lease
         self._shown = b""  # the metrics before the batches of an update that is not made yet
-        self._drawn = 0  # of the pass of the lease
+        self._drawn = 0  # of the pass of the lease, if it has a batch
         self._looked = (-1, -1)  # the lease and step of what `_halfway` found
         self._found: Halfway | None = None
 
@@ -367,6 +367,7 @@ class Leased(Distributed):
     ) -> Generator[Batch, None, int | None]:
         """The batches of a lease; returns where its pass ended, if that was found."""
         lease, expected, pair = current.lease, current.lease.start, self._pusher.pair
+        self._drawn = 0
         batches = self._reader.read(lease)
         try:
             for batch in batches:
