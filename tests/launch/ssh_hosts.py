@@ -30,8 +30,9 @@ KbdInteractiveAuthentication no
 UsePAM no
 StrictModes no
 AcceptEnv NOTHING
-SetEnv PYTHONPATH={lean}
+SetEnv PYTHONPATH={lean} HOME={folder}/home
 """
+"""A home of its own: what this machine's shells do as they start is not part of a test."""
 CLIENT = """
 Host *
     IdentityFile {folder}/key
@@ -106,6 +107,7 @@ def machines(folder: Path) -> Iterator[Site]:
     own, other = ((folder / f"{name}.pub").read_text() for name in ("host_key", "other_key"))
     (folder / "known_hosts").write_text(f"node1,node2,10.77.* {own}changed {other}")
     (folder / "config").write_text(CLIENT.format(folder=folder))
+    (folder / "home").mkdir()
     (folder / "sshd_config").write_text(SERVER.format(folder=folder, lean=LEAN))
     made = not SEPARATION.exists()
     SEPARATION.mkdir(exist_ok=True)

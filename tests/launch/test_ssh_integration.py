@@ -121,6 +121,20 @@ def test_every_task_learns_who_it_is(site: Site, commands: Commands) -> None:
     assert f"what worker 0 wrote is on node1, in {commands.directory}" in got.err
 
 
+def test_what_a_shell_says_as_it_starts_is_in_no_way(site: Site, commands: Commands) -> None:
+    says = site.folder / "home" / ".bashrc"
+    says.write_text("echo welcome\necho careful >&2\nprintf 'no end: '\n")
+    commands.write("show.py", "import os; print('rank', os.environ['RANK'])")
+    try:
+        got = ended(site.start(commands, "run", "--hosts", "node1,node2", "show.py"))
+    finally:
+        says.unlink()
+    assert got.code == 0, got.text
+    for rank in range(2):
+        assert f"[worker {rank}] no end: rank {rank}\n" in got.out
+        assert f"[worker {rank}] careful\n" in got.text
+
+
 def test_one_machine_is_where_we_are(site: Site, commands: Commands) -> None:
     commands.write("show.py", SHOWS)
     words = ["run", "--hosts", "near,root@node2", "--ps", "1", "--port", "29600"]

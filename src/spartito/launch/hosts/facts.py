@@ -17,7 +17,7 @@ from spartito.system.capacity import available_cores
 from spartito.wire.interfaces import addresses_of
 
 MARK = "spartito-facts "
-"""Where the facts begin: a machine's login may print something of its own."""
+"""How the line of the facts begins: a machine's login may print something of its own before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,8 @@ def main(argv: Sequence[str]) -> None:
     question = json.loads(argv[0])
     names = tuple(question["names"])
     found = facts(Question(question["program"], question["module"], names))
-    print(MARK + json.dumps(asdict(found)), flush=True)
+    line = MARK + json.dumps(asdict(found))
+    print(f"\n{line}", flush=True)  # what was printed before may have no end
 
 
 def _version(package: str) -> str:
