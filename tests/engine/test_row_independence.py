@@ -129,6 +129,14 @@ def test_inputs_without_rows_are_let_be() -> None:
     check_rows(Model(TOGETHER["mean"]), (torch.zeros(5, WIDTH),), {}, ROWS)
 
 
+def test_who_has_no_rows_makes_as_many_passes_as_the_others() -> None:
+    seen: list[Tensor] = []
+    model = Model(lambda m, x: seen.append(x) or x - x.mean(0))
+    check_rows(model, (torch.zeros(0, WIDTH, dtype=torch.float64),), {}, 0)
+    assert [len(x) for x in seen] == [2, 3, 2]
+    assert {x.dtype for x in seen} == {torch.float64}
+
+
 def test_hooks_of_the_users_see_nothing_of_it() -> None:
     model = Model(TOGETHER["mean"], a=nn.Linear(WIDTH, WIDTH).double())
     seen: list[str] = []

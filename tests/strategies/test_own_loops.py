@@ -154,6 +154,16 @@ def test_a_loss_of_two_batches_is_exact_or_warned_of(
             assert warned == 1
 
 
+@pytest.mark.parametrize("inside", ["mirrored", "sharded(zero=3)", "mesh(model=2)"])
+def test_groups_count_what_several_backward_passes_weigh(replicas: Replicas, inside: str) -> None:
+    """The last batch gives one group more rows than the other."""
+    options = {"groups": 2, "every": two_batches_jobs.EVERY, "inside": inside}
+    expected = two_batches_jobs.plain_groups()
+    for learned in replicas(two_batches_jobs.trained_in_groups, 4, "local_sgd", options):
+        for key, value in expected.items():
+            assert (value - learned[key]).abs().max() <= 1e-12
+
+
 @pytest.mark.parametrize("way", ["ahead", "without"])
 def test_a_batch_that_is_in_no_loss_is_none_of_it(replicas: Replicas, way: str) -> None:
     found = replicas(two_batches_jobs.trained, 2, "mirrored", {}, (27, 31), way)

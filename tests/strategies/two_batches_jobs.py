@@ -1,7 +1,8 @@
-"""Loops with a batch of each of two data sets."""
+"""Loops with two losses: of a batch of each of two data sets, or both of one."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -82,3 +83,49 @@ def trained(
         learned = strategy.state_dict()["model"]
         strategy.close()
     return learned, sum("a loss of two batches" in text for text in said)
+
+
+GROUPED, EVERY = 21, 2
+"""Examples of three batches, the last of which gives a group two rows and the other three."""
+
+
+def plain_groups() -> dict[str, Tensor]:
+    """Two models that train apart, and take the mean by their rows."""
+    common, x, y, _ = made((GROUPED, 0))
+    nets = [copy.deepcopy(common) for _ in range(2)]
+    optimizers = [torch.optim.SGD(net.parameters(), 0.05) for net in nets]
+    since = [0, 0]
+    for update, at in enumerate(range(0, GROUPED, BATCH), 1):
+        end = min(at + BATCH, GROUPED)
+        middle = at + (end - at) // 2
+        for group, rows in enumerate((slice(at, middle), slice(middle, end))):
+            optimizers[group].zero_grad()
+            output = nets[group](x[rows])
+            (F.cross_entropy(output, y[rows]) + output.square().mean()).backward()
+            optimizers[group].step()
+            since[group] += rows.stop - rows.start
+        if update % EVERY == 0 or end == GROUPED:
+            with torch.no_grad():
+                for both in zip(*(net.parameters() for net in nets), strict=True):
+                    pairs = zip(since, both, strict=True)
+                    mean = sum(count * p for count, p in pairs) / sum(since)
+                    for parameter in both:
+                        parameter.copy_(mean)
+            since = [0, 0]
+    return nets[0].state_dict()
+
+
+def trained_in_groups(name: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """What two groups learned by a backward pass for each of two losses."""
+    strategy = make_strategy(name, **options)
+    net, x, y, _ = made((GROUPED, 0))
+    _, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.05))
+    for batch in strategy.distribute(sp.data.arrays(x, y).batch(BATCH)):
+        output = net(batch.x)
+        strategy.backward(F.cross_entropy(output, batch.y, reduction="none"), batch)
+        strategy.backward(net(batch.x).square().mean(1), batch)
+        strategy.update(optimizer)
+    strategy.synchronize()
+    learned = strategy.state_dict()["model"]
+    strategy.close()
+    return learned

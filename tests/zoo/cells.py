@@ -14,6 +14,9 @@ _GONE = ("TaskLostError", "LostRankError")
 RIGHT = 1e-10
 """The largest difference of any weight, buffer or loss that is one of rounding."""
 
+AS_FAR = 10
+"""Or so many times what comes of moving the weights that plain torch begins with by rounding."""
+
 
 @dataclass(frozen=True)
 class Column:
@@ -23,11 +26,12 @@ class Column:
     replicas: int
     options: dict[str, Any] = field(default_factory=dict)
     servers: int = 0
+    chief: int = 0
     plain: dict[str, int] = field(default_factory=dict)
     steps: bool = True  # whether losses of steps are those of all replicas
 
 
-COLUMNS = {
+ALONE = {
     "one_device": Column("one_device", 1),
     "mirrored": Column("mirrored", 3),
     "multi_worker_mirrored": Column(
@@ -52,6 +56,36 @@ COLUMNS = {
     ),
 }
 
+GROUPS = {"groups": 2, "every": 2}
+
+
+def groups_of(inside: str) -> Column:
+    """Two groups of two tasks that have a model between them."""
+    return Column("local_sgd", 4, {**GROUPS, "inside": inside}, plain=GROUPS, steps=False)
+
+
+def served_groups_of(inside: str) -> Column:
+    """The same over servers, beside a chief that computes nothing."""
+    given = {**GROUPS, "quorum": 2, "servers": {"min_shard_bytes": 16}, "inside": inside}
+    return Column("parameter_server", 5, given, servers=1, chief=1, plain=GROUPS, steps=False)
+
+
+NESTED = {
+    "mesh zero 1": Column("mesh", 4, {"model": 2, "zero": 1}),
+    "mesh zero 3": Column("mesh", 4, {"model": 2, "zero": 3}),
+    "pipeline zero 1": Column("pipeline", 4, {"stages": 2, "microbatches": 2, "zero": 1}),
+    "pipeline zero 3": Column("pipeline", 4, {"stages": 2, "microbatches": 2, "zero": 3}),
+    "pipeline of mesh": Column(
+        "pipeline", 4, {"mesh": {"pipeline": 2, "model": 2}, "microbatches": 2}
+    ),
+    "local_sgd of sharded": groups_of("sharded(zero=3)"),
+    "local_sgd of mesh": groups_of("mesh(model=2)"),
+    "local_sgd of pipeline": groups_of("pipeline(stages=2, microbatches=2)"),
+    "servers of sharded": served_groups_of("sharded(zero=2)"),
+    "servers of mesh": served_groups_of("mesh(model=2)"),
+}
+COLUMNS = ALONE | NESTED
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -61,10 +95,11 @@ class Cell:
     where: str = ""
     refused: str = ""
     error: str = ""
+    limit: float = RIGHT
 
     @property
     def right(self) -> bool:
-        return not self.refused and not self.error and self.difference <= RIGHT
+        return not self.refused and not self.error and self.difference <= self.limit
 
 
 def rows() -> list[str]:
@@ -72,9 +107,10 @@ def rows() -> list[str]:
     return [*ANIMALS, *LOOPS]
 
 
-def expected(replicas: Replicas, name: str, column: str) -> dict[str, Any]:
-    """What plain torch finds."""
-    found: dict[str, Any] = replicas(plain.train, 1, name, **COLUMNS[column].plain)[0]
+def expected(replicas: Replicas, name: str, column: str, moved: bool = False) -> dict[str, Any]:
+    """What plain torch finds; with ``moved``, from weights that are rounded otherwise."""
+    given = COLUMNS[column].plain
+    found: dict[str, Any] = replicas(plain.train, 1, name, moved=moved, **given)[0]
     return found
 
 
@@ -83,7 +119,13 @@ def cell(replicas: Replicas, name: str, column: str, right: dict[str, Any]) -> C
     given = COLUMNS[column]
     try:
         found = replicas(
-            jobs.train, given.replicas, name, given.strategy, given.options, servers=given.servers
+            jobs.train,
+            given.replicas,
+            name,
+            given.strategy,
+            given.options,
+            servers=given.servers,
+            chief=given.chief,
         )
     except (ReplicaError, TimeoutError) as error:
         return Cell(error=str(error))
@@ -96,10 +138,13 @@ def cell(replicas: Replicas, name: str, column: str, right: dict[str, Any]) -> C
     ]
     if wrong or (refused and any("weights" in each for each in found)):
         return Cell(error="\n".join([*wrong, *refused]))
-    if refused:
-        return Cell(refused=refused[0])
+    if refused:  # one of several that were first, and others found it elsewhere
+        return Cell(refused=min(refused, key=lambda text: "different calls" in text))
     worst = max((difference(each, right, given.steps) for each in found), key=lambda one: one[0])
-    return Cell(*worst)
+    if worst[0] <= RIGHT:
+        return Cell(*worst)
+    far, _ = difference(expected(replicas, name, column, moved=True), right, given.steps)
+    return Cell(*worst, limit=max(RIGHT, AS_FAR * far))
 
 
 def difference(found: dict[str, Any], right: dict[str, Any], steps: bool) -> tuple[float, str]:

@@ -42,7 +42,7 @@ def train(name: str, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
             warnings.simplefilter("always")
             made = make_strategy(strategy, **options)
             torch.manual_seed(3)
-            found = _loop(name, made) if name in LOOPS else _fit(name, made)
+            found = _loop(name, made) if name in LOOPS else _fit(name, made, "inside" in options)
         return {**found, "warned": [str(each.message) for each in warned]}
     except UserError as error:
         return {"refused": str(error)}
@@ -53,7 +53,7 @@ def train(name: str, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
             made.close()
 
 
-def _fit(name: str, strategy: sp.Strategy) -> dict[str, Any]:
+def _fit(name: str, strategy: sp.Strategy, divided: bool) -> dict[str, Any]:
     animal = ANIMALS[name]
     net = animal.build()
     trainer = sp.Trainer(
@@ -66,7 +66,8 @@ def _fit(name: str, strategy: sp.Strategy) -> dict[str, Any]:
     )
     data, losses = animal.data(), Losses()
     trainer.fit(arrays(data).batch(BATCH), callbacks=[losses], verbose=0)
-    state = weights(strategy, net)
+    # Under servers each task has a model of its own, unless members have one between them.
+    state = strategy.state_dict()["model"] if divided else weights(strategy, net)
     final = trainer.evaluate(data, batch_size=EXAMPLES)["loss"]
     return plain.result(state, losses.seen, final)
 

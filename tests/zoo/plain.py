@@ -34,23 +34,26 @@ OLD = "`is_gradient_checkpointing` is deprecated"
 
 
 @warns(OLD)
-def train(name: str, groups: int = 1, every: int = 1) -> Result:
+def train(name: str, groups: int = 1, every: int = 1, moved: bool = False) -> Result:
     """Weights after five steps, the loss of each, and that of all examples in the end.
 
     Args:
         name: Of the architecture.
         groups: Copies that train apart, each on its part of every batch.
         every: After so many updates, and at the end, they take their weighted mean.
+        moved: Whether each weight begins a rounding error away, which some networks enlarge.
     """
     with doubled.in_double():
         torch.manual_seed(3)
         if name in LOOPS:
-            return _loop(name, groups, every)
-        return _fit(ANIMALS[name], groups, every)
+            return _loop(name, groups, every, moved)
+        return _fit(ANIMALS[name], groups, every, moved)
 
 
-def _fit(animal: Animal, groups: int, every: int) -> Result:
+def _fit(animal: Animal, groups: int, every: int, moved: bool) -> Result:
     common = animal.build()
+    if moved:
+        move(common)
     data = animal.data()
     nets = [common] if groups == 1 else [copy.deepcopy(common) for _ in range(groups)]
     optimizers = [animal.optimizer(net.parameters()) for net in nets]
@@ -78,6 +81,13 @@ def _fit(animal: Animal, groups: int, every: int) -> Result:
     with torch.no_grad():
         final = cost(animal, common, data)
     return result(common.state_dict(), losses, final)
+
+
+def move(net: nn.Module) -> None:
+    """Make each weight the next larger number."""
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(parameter.nextafter(torch.full_like(parameter, torch.inf)))
 
 
 def batches() -> Iterator[range]:
@@ -122,9 +132,9 @@ def average(common: nn.Module, nets: Sequence[nn.Module]) -> None:
             value.copy_(theirs.mean(0))
 
 
-def _loop(name: str, groups: int, every: int) -> Result:
+def _loop(name: str, groups: int, every: int, moved: bool) -> Result:
     """Each group makes its next update before any of them goes on."""
-    loops = [PlainLoop(number, groups) for number in range(groups)]
+    loops = [PlainLoop(number, groups, moved) for number in range(groups)]
     running = []
     for own in loops:
         running.append(LOOPS[name](own))
@@ -165,14 +175,16 @@ def _meet(loops: Sequence[PlainLoop], which: int) -> None:
 class PlainLoop:
     """The parts of a step as torch has them, in one of several groups."""
 
-    def __init__(self, number: int = 0, groups: int = 1) -> None:
-        self._number, self._groups, self._size = number, groups, 0
+    def __init__(self, number: int, groups: int, moved: bool) -> None:
+        self._number, self._groups, self._size, self._moved = number, groups, 0, moved
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.rows: list[float] = []  # since models met, for each
         self.shown: list[Tensor] = []
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        if self._moved:
+            move(model)
         self.models.append(model)
         self.optimizers.append(optimizer)
         self.rows.append(0.0)

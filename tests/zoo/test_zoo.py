@@ -27,14 +27,31 @@ IN_TURN = (
 """One of these for each model in turn, so that each trains models of all kinds."""
 
 
+NESTED = {
+    "mesh zero 1": "t5",
+    "mesh zero 3": "whisper",
+    "pipeline zero 1": "vit",
+    "pipeline zero 3": "llama",
+    "pipeline of mesh": "bert",
+    "local_sgd of sharded": "gan",
+    "local_sgd of mesh": "mixtral",
+    "local_sgd of pipeline": "gpt2",
+    "servers of sharded": "lstm",
+    "servers of mesh": "swin",
+}
+"""A model for each nesting."""
+
+
 def given() -> Iterator[Any]:
     """All cells. At every change: those of the strategies that see operations, what is refused,
-    and one of the others for each model.
+    one of the others for each model, and each nesting for one.
     """
     for number, name in enumerate(cells.rows()):
         for column in cells.COLUMNS:
             soon = column in (*OF_OPERATIONS, IN_TURN[number % len(IN_TURN)])
             late = not soon and EXPECTED.get((name, column)) == "right"
+            if column in cells.NESTED:
+                late = NESTED[column] != name
             marks = (pytest.mark.night,) if late else ()
             yield pytest.param(name, column, marks=marks, id=f"{name}-{column}")
 
@@ -58,9 +75,10 @@ def test_the_page_has_all_cells() -> None:
 
 
 def test_no_cell_is_wrong_and_most_are_right() -> None:
-    right = [said for said in EXPECTED.values() if said == "right"]
     assert "wrong" not in EXPECTED.values()
-    assert len(right) >= 0.85 * len(EXPECTED)
+    for columns, most in ((cells.ALONE, 0.85), (cells.NESTED, 0.7)):
+        said = [EXPECTED[name, column] for name in cells.rows() for column in columns]
+        assert said.count("right") >= most * len(said)
 
 
 @pytest.mark.parametrize(("name", "column"), [*given()])
@@ -75,7 +93,7 @@ def test_numbers_are_those_of_plain_torch(
         plain[key] = cells.expected(pool, name, column)
     found = cells.cell(pool, name, column, plain[key])
     assert not found.error, found.error
-    assert found.refused or found.right, f"{found.difference:.1e} in {found.where}"
+    assert found.refused or found.right, f"{found.difference:.1e} in {found.where}: {found.limit}"
     said, expected = page.said_of(found), EXPECTED[name, column]
     assert page.without_numbers(said) == page.without_numbers(expected), (
         "python -m tests.zoo --write docs/explanation/zoo.md"

@@ -506,11 +506,16 @@ def views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
 def reduced(gradients: Gradients, piggybacked: Piggybacked) -> tuple[Number, Number, Piggybacked]:
     """What ``gradients.reduce`` returns; a sparse gradient is refused in words.
 
-    Each step would pay for a look at all of them: the operations on dense ones refuse it. Where
-    this task still waited, another one has found out first, and left.
+    Where they are means already nothing divides them, and what they weigh rides along: groups that
+    meet count by it. Each step would pay for a look at all of them: the operations on dense ones
+    refuse it. Where this task still waited, another one has found out first, and left.
     """
     try:
-        return gradients.reduce(piggybacked)
+        if not gradients.normalized:
+            return gradients.reduce(piggybacked)
+        brought = (float(gradients.weight), *piggybacked)
+        _, loss, (weight, *rest) = gradients.reduce(brought)
+        return weight, loss, rest
     except (RuntimeError, TaskLostError):
         refuse_sparse(gradients.parameters)
         raise

@@ -44,7 +44,8 @@ def check_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         module: The model.
         args: What it is called with, ...
         kwargs: ... also by keyword.
-        size: The rows of that.
+        size: The rows of that. Where there is none it is run as well, on zeros, since others may
+            meet it there, and nothing is compared.
 
     Raises:
         UserError: Rows see each other.
@@ -60,7 +61,7 @@ def check_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
             except Exception as error:  # as one that wants more rows; the training will tell
                 note("%s cannot be tried with %d rows: %r", type(module).__name__, count, error)
                 return
-        if has_met():  # it asks the rows of all replicas
+        if not size or has_met():  # it asks the rows of all replicas
             return
     few, many, again = ([*map(_plain, tree_leaves(each))] for each in found)
     if not len(few) == len(many) == len(again):

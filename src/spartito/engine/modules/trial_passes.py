@@ -85,7 +85,8 @@ def rows_of(inputs: Any, size: int, count: int) -> Any:
     Args:
         inputs: What a model is called with.
         size: The rows of a batch.
-        count: As many as are wanted; where there are fewer, some come twice.
+        count: As many as are wanted; where there are fewer, some come twice; where there is none,
+            they are zeros.
 
     Returns:
         The same, or None where no tensor has so many rows.
@@ -93,6 +94,8 @@ def rows_of(inputs: Any, size: int, count: int) -> Any:
 
     def cut(value: Any) -> Any:
         if isinstance(value, Tensor) and value.dim() and value.shape[0] == size:
+            if not size:
+                return value.new_zeros((count, *value.shape[1:]))
             return chosen(value.detach(), torch.arange(count, device=value.device) % size)
         return value
 
