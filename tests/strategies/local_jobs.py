@@ -110,7 +110,8 @@ def glanced(name: str, options: dict[str, Any], looks: bool) -> dict[str, Any]:
 def written_amid(name: str, options: dict[str, Any], how: str) -> dict[str, Any] | str:
     """A training in which somebody writes into the merged model that was shown.
 
-    ``how``: to stay ("in place", "set", on the "chief" alone), or puts it "back".
+    ``how``: to stay ("in place", "set", on the "chief" alone), or puts it "back", in callbacks; or
+    "in a loop" of one's own.
     """
     strategy = make_strategy(name, **options)
     net = mlp()
@@ -143,7 +144,16 @@ def written_amid(name: str, options: dict[str, Any], how: str) -> dict[str, Any]
         trainer = sp.Trainer(
             net, optimizer=INNER["adamw"], loss=nn.CrossEntropyLoss(), strategy=strategy
         )
-        trainer.fit(data, epochs=1, callbacks=[Write()], verbose=0)
+        if how != "in a loop":
+            trainer.fit(data, epochs=1, callbacks=[Write()], verbose=0)
+            return weights(strategy, net)
+        for number, batch in enumerate(strategy.distribute(data), 1):
+            losses = nn.functional.cross_entropy(net(batch.x), batch.y, reduction="none")
+            strategy.backward(losses, batch)
+            strategy.update(trainer.optimizer)
+            if number == 2:
+                strategy.synchronize()
+                write()
         return weights(strategy, net)
     except (sp.UserError, sp.TaskLostError) as error:
         return str(error)
@@ -156,7 +166,8 @@ def written_beside_servers(name: str, options: dict[str, Any], how: str) -> str:
 
     ``how``: "before" the first step, "between" two fits, in a "loop" of one's own, by a "pre_hook"
     or "post_hook" of the optimizer, or a callback has "frozen" a weight. One that is "frozen
-    between" two fits is so on all tasks. A callback writes into what is "still", and a loop "waits"
+    between" two fits is so on all tasks, and so is one that is "unfrozen between" them. A callback
+    has "unfrozen" a bias, or writes into a "buffer", or into what is "still", and a loop "waits"
     with its updates. It "begins" or "loads" the optimizer's state anew, or "saves" it. A "forward"
     pass writes, also by ".data", as one that clamps what it learns.
     """
@@ -164,7 +175,9 @@ def written_beside_servers(name: str, options: dict[str, Any], how: str) -> str:
     net: Any = mlp()
     if "forward" in how:
         net[0].register_forward_pre_hook(partial(_shorten, by_data=how == "forward .data"))
-    net[0].bias.requires_grad_(how != "still")
+    net[0].bias.requires_grad_(how != "still" and not how.startswith("unfrozen"))
+    if how == "buffer":
+        net.register_buffer("steps", torch.zeros(1))
 
     class Freeze(sp.Callback):
         def on_train_batch_end(self, batch: int, logs: Any) -> None:
@@ -172,6 +185,10 @@ def written_beside_servers(name: str, options: dict[str, Any], how: str) -> str:
                 net[0].weight.requires_grad_(False)
             if how == "still":
                 net[0].bias.data.add_(1.0)
+            if how == "unfrozen":
+                net[0].bias.requires_grad_(True)
+            if how == "buffer":
+                net.steps += 1
 
     data = sp.data.arrays(*blobs(EXAMPLES)).batch(BATCH)
     try:
@@ -184,12 +201,15 @@ def written_beside_servers(name: str, options: dict[str, Any], how: str) -> str:
             register = getattr(trainer.optimizer, f"register_step_{how}")
             register(lambda *_: net[0].bias.data.zero_())
         if how not in ("loop", "waits", "begins", "loads", "saves"):
-            given = [Freeze()] if how.startswith(("frozen", "still")) else []
+            changes = ("frozen", "still", "unfrozen", "buffer")
+            given = [Freeze()] if how in changes else []
             trainer.fit(data, epochs=1, callbacks=given, verbose=0)
             if how == "between":
                 net[0].bias.data.add_(1.0)
             if how == "frozen between":
                 net[0].weight.requires_grad_(False)
+            if how == "unfrozen between":
+                net[0].bias.requires_grad_(True)
             trainer.fit(data, epochs=1, callbacks=given, verbose=0)
             return "it trains"
         for number, batch in enumerate(strategy.distribute(data)):
@@ -210,6 +230,47 @@ def written_beside_servers(name: str, options: dict[str, Any], how: str) -> str:
         return str(error)
     finally:
         strategy.close()
+
+
+def rate_of(epoch: int) -> float:
+    return 0.2 / (1 + epoch)
+
+
+def rate_set(name: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """What is learned where a callback of a user's own sets the rate of each epoch."""
+    strategy = make_strategy(name, **options)
+    net = mlp()
+
+    class Rate(sp.Callback):
+        def on_epoch_begin(self, epoch: int) -> None:
+            self.trainer.optimizer.param_groups[0]["lr"] = rate_of(epoch)
+
+    try:
+        trainer = sp.Trainer(
+            net,
+            optimizer=torch.optim.SGD(net.parameters(), 1.0),
+            loss=nn.CrossEntropyLoss(),
+            strategy=strategy,
+        )
+        data = sp.data.arrays(*blobs(EXAMPLES)).batch(BATCH)
+        trainer.fit(data, epochs=3, callbacks=[Rate()], verbose=0)
+        return weights(strategy, net)
+    finally:
+        strategy.close()
+
+
+def rate_set_by_torch() -> dict[str, Tensor]:
+    """The same on one device; groups that meet after each update of SGD are no different."""
+    net = mlp()
+    x, y = blobs(EXAMPLES)
+    for epoch in range(3):
+        optimizer = torch.optim.SGD(net.parameters(), rate_of(epoch))
+        for at in range(0, EXAMPLES, BATCH):
+            optimizer.zero_grad()
+            rows = slice(at, at + BATCH)
+            nn.functional.cross_entropy(net(x[rows]), y[rows]).backward()
+            optimizer.step()
+    return net.state_dict()
 
 
 def _shorten(layer: Any, _: Any, by_data: bool) -> None:

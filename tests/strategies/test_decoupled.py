@@ -237,9 +237,12 @@ def test_a_callback_may_evaluate_amid_an_epoch(replicas: Replicas, options: dict
 def test_what_is_written_into_a_model_that_is_only_shown_is_refused(replicas: Replicas) -> None:
     """The chief alone has callbacks; the others hear of it."""
     given = {"groups": 2, "quorum": 2, "every": 4, **SMALL}
-    first, other = replicas(jobs.written_amid, 2, "parameter_server", given, "in place", servers=1)
-    assert "0.bias and 3.bias changed while the model showed the merged values" in first
-    assert "ended the job: UserError: 0.bias and 3.bias changed" in str(other)
+    job = jobs.written_amid
+    first, other = replicas(job, 2, "parameter_server", given, "in place", servers=1)
+    assert "0.bias and 3.bias of the model changed on worker 0 in a callback" in first
+    assert "ended the job: UserError: 0.bias and 3.bias of the model changed" in str(other)
+    found = replicas(job, 2, "parameter_server", given, "in a loop", servers=1)
+    assert "0.bias and 3.bias changed while the model showed the merged values" in str(found)
     case = ("parameter_server", 2, given)
     found = run(replicas, case, jobs.written_amid, how="back")
     close(found, local_by_torch.by_torch([[0], [1]], 4, epochs=1)["weights"])

@@ -341,8 +341,8 @@ def test_a_loop_of_ones_own(replicas: Replicas, tmp_path: Path, bound: int | Non
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("in place", "0.bias and 3.bias of the model changed on worker 0 between two steps"),
-        ("set", "3.bias of the model changed on worker 0 between two steps"),
+        ("in place", "0.bias and 3.bias of the model changed on worker 0 in a callback"),
+        ("set", "3.bias of the model changed on worker 0 in a callback"),
     ],
 )
 def test_what_a_callback_writes_into_parameters_is_refused(
@@ -370,9 +370,9 @@ def test_what_a_callback_writes_into_parameters_is_refused(
         ("loads", 1, "optimizer.load_state_dict() under parameter_server"),
         ("saves", 1, "optimizer.state_dict() under parameter_server"),
         ("frozen between", 2, "it trains"),
-        ("frozen", 2, "0.weight of the model was frozen on worker 0 during fit()"),
+        ("frozen", 2, "0.weight of the model was frozen on worker 0 in a callback"),
         ("frozen", 1, "it trains"),
-        ("still", 2, "0.bias of the model, which the optimizer does not learn, changed on worker"),
+        ("still", 2, "0.bias of the model changed on worker 0 in a callback"),
         ("still", 1, "it trains"),
         ("waits", 1, "backward() without update() for a batch under parameter_server"),
     ],
@@ -383,6 +383,44 @@ def test_what_a_script_does_to_parameters_beside_the_servers_is_refused(
     job = local_jobs.written_beside_servers
     found = replicas(job, workers, "parameter_server", SMALL, how, servers=1)
     assert said in found[0]
+
+
+GROUPED = {**SMALL, "groups": 2, "every": 1, "quorum": 2}
+
+
+@pytest.mark.parametrize(
+    ("how", "chief", "said"),
+    [
+        ("frozen", 0, "0.weight of the model was frozen on worker 0 in a callback"),
+        ("frozen", 1, "0.weight of the model was frozen on chief 0 in a callback"),
+        ("unfrozen", 0, "0.bias of the model was unfrozen on worker 0 in a callback"),
+        ("unfrozen", 1, "0.bias of the model was unfrozen on chief 0 in a callback"),
+        ("buffer", 0, "steps of the model changed on worker 0 in a callback"),
+        ("between", 0, "0.bias of the model changed on worker 0 between two steps"),
+        ("between", 1, "0.bias of the model changed on chief 0 between two steps"),
+        ("unfrozen between", 0, "the optimizer's parameters changed, or others learn now"),
+    ],
+)
+def test_so_it_is_in_groups_and_beside_a_chief_that_computes_nothing(
+    replicas: Replicas, how: str, chief: int, said: str
+) -> None:
+    job = local_jobs.written_beside_servers
+    found = replicas(job, 4 + chief, "parameter_server", GROUPED, how, servers=1, chief=chief)
+    assert said in found[0]
+
+
+@pytest.mark.parametrize("options", [{"max_staleness": 0}, {"groups": 2, "every": 1, "quorum": 2}])
+@pytest.mark.parametrize("chief", [0, 1])
+def test_a_rate_that_a_callback_sets_for_an_epoch_holds_from_its_first_update(
+    replicas: Replicas, options: dict[str, Any], chief: int
+) -> None:
+    found = replicas(
+        local_jobs.rate_set, 2 + chief, "parameter_server", {**SMALL, **options}, servers=1,
+        chief=chief,
+    )  # fmt: skip
+    for weights in found:
+        for name, value in local_jobs.rate_set_by_torch().items():
+            assert (weights[name] - value).abs().max() <= 1e-12
 
 
 def test_a_second_model_is_refused(replicas: Replicas, tmp_path: Path) -> None:

@@ -126,6 +126,6 @@ def trained_in_groups(name: str, options: dict[str, Any]) -> dict[str, Tensor]:
         strategy.backward(net(batch.x).square().mean(1), batch)
         strategy.update(optimizer)
     strategy.synchronize()
-    learned = strategy.state_dict()["model"]
+    learned: dict[str, Tensor] = strategy.state_dict()["model"]
     strategy.close()
     return learned

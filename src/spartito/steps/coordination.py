@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -251,6 +251,10 @@ class Coordination(ABC):
             alone: Whether it is that of callbacks, which run where decisions are made.
         """
 
+    def in_callbacks(self) -> AbstractContextManager[None]:
+        """A block of callbacks between steps."""
+        return nullcontext()
+
     def waits(self, data: float, seconds: float) -> dict[str, float]:
         """Parts of an epoch of so many seconds in which tasks waited: the means of those that meet.
 
@@ -397,6 +401,10 @@ class SynchronousCoordination(Coordination):
 
     def agree_to_stop(self, asked: bool) -> bool:
         return self._sum(float(asked)) > 0
+
+    def in_callbacks(self) -> AbstractContextManager[None]:
+        """A block of callbacks between steps."""
+        return nullcontext()
 
     def waits(self, data: float, seconds: float) -> dict[str, float]:
         found = super().waits(self._mean(data), seconds)

@@ -141,13 +141,16 @@ class Gradients:
     """As of a pair: those of the work item that was computed last."""
 
     def __init__(self, model: Model) -> None:
-        self._model = model
+        self.parameters = list(model.parameters())
+
+    def refresh(self) -> None:
+        """They stay the same."""
 
     def reduce(self) -> tuple[float, float]:
         return 1.0, 0.0
 
     def clear(self) -> None:
-        for parameter in self._model.parameters():
+        for parameter in self.parameters:
             parameter.grad = None
 
 

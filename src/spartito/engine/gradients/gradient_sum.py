@@ -514,8 +514,8 @@ def reduced(gradients: Gradients, piggybacked: Piggybacked) -> tuple[Number, Num
         if not gradients.normalized:
             return gradients.reduce(piggybacked)
         brought = (float(gradients.weight), *piggybacked)
-        _, loss, (weight, *rest) = gradients.reduce(brought)
-        return weight, loss, rest
+        _, loss, came = gradients.reduce(brought)
+        return came[0], loss, came[1:]
     except (RuntimeError, TaskLostError):
         refuse_sparse(gradients.parameters)
         raise

@@ -11,7 +11,6 @@ from torch import Tensor
 from spartito.errors import UserError
 from spartito.names import listed
 from spartito.ps.client.vector import Vector
-from spartito.ps.protocol.layout import STILL
 
 MOST_NAMES = 4
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -30,44 +29,34 @@ class PulledValues:
 
     def __init__(self, vector: Vector, name: str) -> None:
         self._name = name
-        both = [*zip(vector.layout.entries, vector.tensors, strict=True)]
+        both = zip(vector.layout.entries, vector.tensors, strict=True)
         self._learned = [
             (entry.name, tensor) for entry, tensor in both if entry.group >= 0 and not entry.frozen
         ]
-        self._still = [
-            (entry.name, tensor) for entry, tensor in both if entry.group == STILL or entry.frozen
-        ]
         self._sums: list[int] = []
-        self._still_sums: list[int] = []
-        self._watches = self._is_alone = self._has_computed = False
-        self._learning: list[tuple[str, Tensor]] = []
+        self._watches = self._has_computed = False
 
-    def watch(self, runs: bool, alone: bool) -> None:
+    def watch(self, runs: bool) -> None:
         """From now on compare after each step, or no longer.
 
         Args:
             runs: Whether a user's code runs between steps.
-            alone: Whether it runs here alone, as callbacks on the chief of several workers: then
-                what learns now is to go on learning, and nothing is to be written into the rest.
         """
-        self._watches, self._is_alone = runs, alone
-        self._learning = [pair for pair in self._learned if alone and pair[1].requires_grad]
+        self._watches = runs
 
     def note(self) -> None:
         """These are the servers' values."""
         self._sums = _sums_of(self._learned)
-        self._still_sums = _sums_of(self._still) if self._is_alone else []
 
     def came(self) -> None:
         """New values have come; they are noted where somebody may change them."""
         self._sums = _sums_of(self._learned) if self._watches else []
-        self._still_sums = _sums_of(self._still) if self._watches and self._is_alone else []
 
     def check(self) -> None:
         """Refuse to replace what somebody has written.
 
         Raises:
-            UserError: The values are not those that came, or here alone others learn.
+            UserError: The values are not those that came.
         """
         if written := _changed(self._learned, self._sums):
             raise UserError(
@@ -76,14 +65,6 @@ class PulledValues:
                 "replace what a callback or the script writes",
                 "Write into parameters before the first step, load them by trainer.load_weights(), "
                 "or take a synchronous strategy.",
-            )
-        self.check_still()
-        if frozen := [name for name, tensor in self._learning if not tensor.requires_grad]:
-            raise UserError(
-                f"{listed(frozen, MOST_NAMES)} of the model was frozen on {self._name} during "
-                "fit() under parameter_server: callbacks run there alone, and other workers go on "
-                "learning it",
-                "Freeze it before the Trainer is made, or take a synchronous strategy.",
             )
 
     @contextmanager
@@ -110,32 +91,12 @@ class PulledValues:
                 "into it, or take a synchronous strategy.",
             )
 
-    def passed(self) -> None:
-        """A forward pass was made, which may have changed what does not learn."""
-        if self._still_sums:
-            self._still_sums = _sums_of(self._still)
-
-    def check_still(self) -> None:
-        """Refuse what somebody has written here alone into parameters that do not learn.
-
-        Raises:
-            UserError: They are not as they came, or as the last forward pass has left them.
-        """
-        if written := _changed(self._still, self._still_sums):
-            raise UserError(
-                f"{listed(written, MOST_NAMES)} of the model, which the optimizer does not learn, "
-                f"changed on {self._name} during fit() under parameter_server: callbacks run there "
-                "alone, and other workers go on with what they have",
-                "Write into them in a loop of your own, which each worker runs, or take a "
-                "synchronous strategy.",
-            )
-
 
 def _sums_of(named: list[tuple[str, Tensor]]) -> list[int]:
     """Of each tensor the sum of its bits; read from a device at once."""
     if not named:
         return []
-    found: list[int] = torch.stack([_sum(tensor) for _, tensor in named]).tolist()
+    found: list[int] = torch.stack([sum_of_bits(tensor) for _, tensor in named]).tolist()
     return found
 
 
@@ -146,8 +107,12 @@ def _changed(named: list[tuple[str, Tensor]], before: list[int]) -> list[str]:
     return [name for (name, _), old, new in both if old != new]
 
 
-def _sum(tensor: Tensor) -> Tensor:
-    """The sum of the values' bits, as whole numbers."""
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's values, read as whole numbers; int64, on its device.
+
+    Args:
+        tensor: Strided, of any type with 1 to 8 bytes, or complex.
+    """
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = plain.detach().contiguous().view(-1)
     return flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, Traffic
+from spartito.engine.updates.optimizers import unwrap
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.notes import shown
 from spartito.ps.chief import JOB, Chief
@@ -30,6 +31,7 @@ from spartito.steps.coordination import Coordination, attempt_together
 from spartito.steps.distributed import StepResult
 from spartito.steps.prepared import Pairs
 from spartito.steps.servers import groups
+from spartito.steps.servers.callback_writes import CallbackWrites
 from spartito.steps.servers.group_member import Inside
 from spartito.steps.servers.group_member_links import GroupWork
 from spartito.steps.servers.push import Pusher
@@ -74,6 +76,9 @@ class LeasedCoordination(Coordination):
         self._seen = Values(0, 0, 0, 0)
         self._went_on = self._trains = False
         self._first_epoch = self._opened = 0
+        self.given: PulledValues | None = None
+        """What the servers have given, or were given; compared where somebody may have written."""
+        self._writes: CallbackWrites | None = None
 
     def join(
         self,
@@ -237,6 +242,7 @@ class LeasedCoordination(Coordination):
     def synchronize(self) -> None:
         """The newest values into the model."""
         if self.pusher is not None:
+            self._check_callbacks()
             self.pusher.look()
             self.noted()  # what a script writes before its next fit would be lost too
             self._show(furthest(self._seen, self._newest()))
@@ -250,7 +256,20 @@ class LeasedCoordination(Coordination):
 
     def watch(self, runs: bool, alone: bool = False) -> None:
         if (pulled := self._pulled) is not None:
-            pulled.watch(runs, runs and alone and self.cluster.num_computing > 1)
+            pulled.watch(runs)
+        others = self.cluster.num_computing > (self.work is not None)
+        self._writes = None
+        if runs and alone and others and self.chief is not None:
+            model = unwrap(self._pairs.only.model)
+            self._writes = CallbackWrites(model, str(self.job.task))
+
+    def in_callbacks(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._writes is None else self._writes.refused()
+
+    def _check_callbacks(self) -> None:
+        """Refuse what a callback that asks for other values has written."""
+        if self._writes is not None:
+            self._writes.check()
 
     def failed(self, error: BaseException | None) -> None:
         if self.chief is not None:
@@ -285,6 +304,9 @@ class LeasedCoordination(Coordination):
     def next_stream(self) -> tuple[int, int]:
         """The number of a new stream, equal on all tasks, and its first epoch that is not done."""
         self._streams += 1
+        if self.given is not None and self.given is not self._pulled:
+            self.given.check()
+            self.given.came()  # from here on the group has values of its own
         first, self._first_epoch = self._first_epoch, 0
         if not first:
             self._opened = self._seen.pushes // self.shards
@@ -299,7 +321,7 @@ class LeasedCoordination(Coordination):
     def announce_options(self) -> None:
         """As the chief: have the servers know which options of the optimizer hold when."""
         if self.chief is not None and self._planner is not None:
-            self._pairs.only.gradients.refresh()  # other parameters are refused first
+            self.computing.check_learned()
             self.chief.schedule(self._seen.pushes // self.shards)
 
     def take_options(self, timetable: bytes) -> None:
@@ -347,10 +369,13 @@ class LeasedCoordination(Coordination):
         pulled = self._pulled
         if pulled is not None:
             pulled.check()
+        self._check_callbacks()
         served = self._job.fetch(self.chief)
         if pulled is not None:
             pulled.came()
         self.computing.show()
+        if self._writes is not None:
+            self._writes.note()
         return None if self._job.rules.every else self._planner.counters(served)
 
     def give(self) -> None:
@@ -365,8 +390,10 @@ class LeasedCoordination(Coordination):
 
     def noted(self) -> None:
         """On the chief: the servers have the values that the model has now."""
-        if self.chief is not None and (pulled := self._pulled) is not None:
-            pulled.note()
+        if self.chief is not None and self.given is not None:
+            self.given.note()
+        if self._writes is not None:
+            self._writes.note()
 
     @property
     def _pulled(self) -> PulledValues | None:

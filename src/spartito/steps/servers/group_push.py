@@ -29,7 +29,7 @@ from spartito.steps.prepared import Pair
 from spartito.steps.servers.group_member import Inside
 from spartito.steps.servers.group_model import GroupModel
 from spartito.steps.servers.group_state import OwnOptimizer
-from spartito.steps.servers.push import Pusher, WorkPosition, other_parameters
+from spartito.steps.servers.push import Pusher, WorkPosition
 
 
 class Scheduled(Protocol):
@@ -119,7 +119,6 @@ class GroupPusher(Pusher):
         self._work, self._is_equal, self._timetable = work, weights == EQUAL, timetable
         self._member, self._inside = member, member.inside
         self.own: OwnOptimizer = OwnOptimizer(member.model, self.forget, rules.in_step)
-        self._learns = [id(parameter) for parameter in member.pair.gradients.parameters]
         if work is not None:
             work.keep(self.own)
         self._step = 0  # of the schedule, as this lease began
@@ -132,7 +131,7 @@ class GroupPusher(Pusher):
 
     def ready(self, batch: Batch) -> None:
         """As `Pusher.ready`: the values that the group itself has, once it has begun."""
-        self._check_learned()
+        self.check_learned()
         if self._starts:
             self._take_back()
         else:
@@ -197,13 +196,6 @@ class GroupPusher(Pusher):
         """As `Pusher.look_together`."""
         if self._member.model.wholes:
             self.servers.look_together()
-
-    def _check_learned(self) -> None:
-        """Refuse other parameters than those that the servers have."""
-        gradients = self.pair.gradients
-        gradients.refresh()
-        if [id(parameter) for parameter in gradients.parameters] != self._learns:
-            raise other_parameters()
 
     def _copies(self) -> list[Tensor]:
         return [tensor.detach().clone() for tensor in self.servers.vector.tensors]

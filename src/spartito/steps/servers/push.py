@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from spartito.data.batch import Batch
 from spartito.engine.gradients.gradient_sum import LocalGradients
+from spartito.engine.updates.optimizers import optimizer_parameters
 from spartito.errors import UserError
 from spartito.ps.client.servers import Servers
 from spartito.ps.protocol.messages import Outcome, Push
@@ -95,6 +96,7 @@ class Pusher:
         self.own: OwnOptimizer | None = None
         """Of a group that trains apart: what it keeps to itself."""
         self._rules, self._compute = rules, compute
+        self._learns = {id(parameter) for parameter in pair.gradients.parameters}
         self._batches: list[Batch] = []  # of the next push, or of the last one that was sent
         self._sent: Push | None = None
 
@@ -107,14 +109,22 @@ class Pusher:
             )
         return self.current
 
+    def check_learned(self) -> None:
+        """Refuse other parameters than those that the servers have; each task finds them alone."""
+        given = optimizer_parameters(self.pair.optimizer)
+        if not {id(one) for one in given if one.requires_grad} <= self._learns:
+            raise other_parameters()
+        gradients = self.pair.gradients
+        gradients.refresh()
+        if {id(parameter) for parameter in gradients.parameters} != self._learns:
+            raise other_parameters()
+
     def ready(self, batch: Batch) -> None:
         """Have values to compute with before the forward pass of ``batch``."""
         self.arrive()
         self.servers.admit()
         if not self.pair.passes:
             self._batches = []
-            if self.servers.pulled is not None:
-                self.servers.pulled.check_still()
         self._batches.append(batch)
 
     def push(self) -> tuple[float, float]:
@@ -202,8 +212,6 @@ class Pusher:
         weight, loss = map(float, pair.gradients.reduce()[:2])
         if weight and pair.clip_norm is not None:
             pair.gradients.clip(pair.clip_norm, pair.gradients.norm())
-        if self.servers.pulled is not None:
-            self.servers.pulled.passed()
         absent, finite = self.servers.fill()
         if not finite:
             current.bad += 1

@@ -656,9 +656,11 @@ class ServedStep(Step):
             coordination.join(job, chief, work, pusher, inside, team.member)
             if apart is None:
                 self._end_watch = watch_state(pair.optimizer)
-            if apart is None and not grouped:
-                servers.pulled = PulledValues(servers.vector, str(self.task))
-                coordination.noted()
+            coordination.given = PulledValues(servers.vector, str(self.task))
+            # A group that trains apart has values of its own, and others bring them to its members.
+            if work is None or (apart is None and not grouped):
+                servers.pulled = coordination.given
+            coordination.noted()
             if chief is not None:
                 chief.gather(min(START_SECONDS, options.timeout))
 

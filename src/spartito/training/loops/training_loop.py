@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing
 from typing import Any
 
 import torch
@@ -70,8 +70,9 @@ class TrainingLoop:
         callbacks = self._trainer.callbacks
         self._steps = steps
         self._coordination.watch(any(map(runs_users_code, callbacks)), alone=True)
-        for callback in callbacks:
-            callback.on_train_begin()
+        with self._coordination.in_callbacks():
+            for callback in callbacks:
+                callback.on_train_begin()
         batches = self._batches.epochs(len(epochs), steps, self._done, self)
         with closing(batches):
             for epoch in epochs:
@@ -79,13 +80,15 @@ class TrainingLoop:
                 self._run_epoch(epoch, next(batches), validation, history)
                 if self._agree_to_stop(last=epoch + 1 == epochs.stop):
                     break
-        for callback in callbacks:
-            callback.on_train_end()
+        with self._coordination.in_callbacks():
+            for callback in callbacks:
+                callback.on_train_end()
 
     def _begin_epoch(self, epoch: int) -> None:
         with self._listening(), self._between_steps():
             for callback in self._trainer.callbacks:
                 callback.on_epoch_begin(epoch)
+        self._coordination.publish_rates()
 
     @property
     def position(self) -> tuple[int, int]:
@@ -182,7 +185,7 @@ class TrainingLoop:
     def _between_steps(self) -> AbstractContextManager[object]:
         """A block of callbacks, to which some tasks show layers without values."""
         hidden = self._strategy.engine.parts.placement.account.hides_outputs
-        return RefusingAbsent() if hidden else nullcontext()
+        return RefusingAbsent() if hidden else self._coordination.in_callbacks()
 
     @property
     def _is_counted(self) -> bool:
@@ -239,8 +242,8 @@ class TrainingLoop:
             ends = self._came(result)
             if end:
                 with self._between_steps():
-                    for hook in end:
-                        hook(self._done - 1, logs)
+                    for hook in end:  # of several workers the first batch may be open
+                        hook(max(self._done - 1, 0), logs)
             self._metrics.logged.settle(batch.size)  # what callbacks reported is of these rows
             if ends:
                 self._leave()
@@ -249,8 +252,10 @@ class TrainingLoop:
         for result in self._batches.watch():
             beat(trainer.step, SERVE)
             self._came(result)
-            for hook in end if result.updates or result.batches else ():
-                hook(max(self._done - 1, 0), logs)  # of several workers the first batch may be open
+            if end and (result.updates or result.batches):
+                with self._between_steps():
+                    for hook in end:
+                        hook(max(self._done - 1, 0), logs)
             if self._coordination.agree_to_stop(trainer.stop_training or trainer.is_at_end):
                 break
         rest = strategy.flush()
