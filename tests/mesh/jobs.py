@@ -91,6 +91,10 @@ def checkpointed() -> dict[str, Any]:
         y.register_hook(lambda grad: seen.append(grad.shape))
         (y * 3).sum().backward()
         found["hook"] = seen[0]
+        grads = [torch.ones(y.shape), torch.full(y.shape, 2.0)]
+        x.local.grad = None
+        torch.autograd.backward([x * 2, whole(x * 3)], grads)
+        found["several"] = x.local.grad.unique().tolist()
         with torch.autocast("cpu", torch.bfloat16):
             w = shard(torch.randn(8, 4), spec(("model", None)), axes)
             found["autocast"] = F.linear(torch.randn(2, 4), w).dtype

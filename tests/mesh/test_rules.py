@@ -50,4 +50,5 @@ def test_what_torch_does_not_ask_about_is_right_or_refused(replicas: Replicas) -
         assert "torch.compile asks for it" in found["memory"]
         assert found["second"]
         assert found["hook"] == (2, 4)
+        assert found["several"] == [8.0]
         assert found["autocast"] == torch.bfloat16

@@ -121,9 +121,11 @@ def _shown(cell: Cell, notes: list[str]) -> str:
     if not cell.refused:
         return f"{_rounded(cell.difference)}" if cell.right else "**wrong**"
     note = _one_line(cell.refused)
-    if note not in notes:
+    alike = [without_numbers(each) for each in notes]
+    if without_numbers(note) not in alike:
         notes.append(note)
-    return f"refused ({notes.index(note) + 1})"
+        alike.append(without_numbers(note))
+    return f"refused ({alike.index(without_numbers(note)) + 1})"
 
 
 def _rounded(value: float) -> str:

@@ -140,17 +140,16 @@ class SimulatedLink(Link):
 class Gradients:
     """As of a pair: those of the work item that was computed last."""
 
-    def __init__(self, model: Model) -> None:
-        self.parameters = list(model.parameters())
+    changed = False
 
-    def refresh(self) -> None:
-        """They stay the same."""
+    def __init__(self, model: Model) -> None:
+        self._model = model
 
     def reduce(self) -> tuple[float, float]:
         return 1.0, 0.0
 
     def clear(self) -> None:
-        for parameter in self.parameters:
+        for parameter in self._model.parameters():
             parameter.grad = None
 
 

@@ -115,10 +115,14 @@ class Gradients(ABC):
 
         All replicas do this at the same point: a new reducer is made by all of them.
         """
+        if self.changed:
+            self._take(optimizer_parameters(self._optimizer))
+
+    @property
+    def changed(self) -> bool:
+        """Whether the optimizer has other parameters than before, or more of them learn."""
         given = optimizer_parameters(self._optimizer)
-        if same(given, self._given) and not any(p.requires_grad for p in self._frozen):
-            return
-        self._take(given)
+        return not same(given, self._given) or any(p.requires_grad for p in self._frozen)
 
     def _take(self, given: list[nn.Parameter]) -> None:
         """Take these parameters, of which there may be none."""

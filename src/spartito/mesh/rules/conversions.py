@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spartito.errors import UserError
-from spartito.mesh.sharded_tensor import Sharded, like, local_of, rule, whole
+from spartito.mesh.sharded_tensor import Sharded, like, local_of, map_tensors, rule, whole
 
 _g: Any = Tensor
 
@@ -78,6 +78,24 @@ def _backward(
     if gradient is None:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
     x.local.backward(local_of(gradient, x.spec, x.axes), *args, **named)
+
+
+@rule(torch.autograd.backward)
+def _backward_of_several(
+    func: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **named: Any
+) -> None:
+    roots = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+    single = isinstance(grad_tensors, Tensor)
+    given = [grad_tensors] if single else [*(grad_tensors or [None] * len(roots))]
+    for number, (root, gradient) in enumerate(zip(roots, given, strict=True)):
+        if not isinstance(root, Sharded):
+            given[number] = None if gradient is None else whole(gradient)
+            continue
+        if gradient is None:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        roots[number] = root.local
+        given[number] = local_of(gradient, root.spec, root.axes)
+    func(roots, given, *args, **map_tensors(named, lambda each: each.local))
 
 
 @rule(Tensor.stride)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from torch import Tensor
@@ -85,7 +86,8 @@ def _say(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     map_tensors(
         (args, kwargs), lambda value: cut.append(f"{tuple(value.shape)} cut as {value.spec.dims}")
     )
+    counted = [f"{count} of {what}" if count > 1 else what for what, count in Counter(cut).items()]
     warn(
         "%s%s has no rule for %s: every task gathers and computes all of it",
-        name, f" in {at()}" if at() else "", " and ".join(cut),
+        name, f" in {at()}" if at() else "", " and ".join(counted),
     )  # fmt: skip

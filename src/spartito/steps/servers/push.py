@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from spartito.data.batch import Batch
 from spartito.engine.gradients.gradient_sum import LocalGradients
-from spartito.engine.updates.optimizers import optimizer_parameters
 from spartito.errors import UserError
 from spartito.ps.client.servers import Servers
 from spartito.ps.protocol.messages import Outcome, Push
@@ -96,7 +95,6 @@ class Pusher:
         self.own: OwnOptimizer | None = None
         """Of a group that trains apart: what it keeps to itself."""
         self._rules, self._compute = rules, compute
-        self._learns = {id(parameter) for parameter in pair.gradients.parameters}
         self._batches: list[Batch] = []  # of the next push, or of the last one that was sent
         self._sent: Push | None = None
 
@@ -111,12 +109,7 @@ class Pusher:
 
     def check_learned(self) -> None:
         """Refuse other parameters than those that the servers have; each task finds them alone."""
-        given = optimizer_parameters(self.pair.optimizer)
-        if not {id(one) for one in given if one.requires_grad} <= self._learns:
-            raise other_parameters()
-        gradients = self.pair.gradients
-        gradients.refresh()
-        if {id(parameter) for parameter in gradients.parameters} != self._learns:
+        if self.pair.gradients.changed:
             raise other_parameters()
 
     def ready(self, batch: Batch) -> None:
