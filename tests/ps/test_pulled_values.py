@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -28,5 +30,17 @@ def test_a_change_of_one_element_is_named(dtype: torch.dtype) -> None:
     pulled.check()
     with torch.no_grad():
         net.bias[1] += 1
+    with pytest.raises(UserError, match="bias of the model changed on worker 0"):
+        pulled.check()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("change", [torch.neg, lambda values: values.flip(0)], ids=["neg", "flip"])
+def test_so_is_one_that_leaves_a_sum_as_it_was(dtype: torch.dtype, change: Any) -> None:
+    net = torch.nn.Linear(3, 8, dtype=dtype)
+    pulled = PulledValues(Vector(net, torch.optim.SGD(net.parameters(), 0.1)), "worker 0")
+    pulled.note()
+    with torch.no_grad():
+        net.bias.copy_(change(net.bias))
     with pytest.raises(UserError, match="bias of the model changed on worker 0"):
         pulled.check()

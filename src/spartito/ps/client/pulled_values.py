@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
+from spartito.engine.checksum import fingerprints
 from spartito.errors import UserError
 from spartito.names import listed
 from spartito.ps.client.vector import Vector
 
 MOST_NAMES = 4
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PulledValues:
@@ -93,26 +92,11 @@ class PulledValues:
 
 
 def _sums_of(named: list[tuple[str, Tensor]]) -> list[int]:
-    """Of each tensor the sum of its bits; read from a device at once."""
-    if not named:
-        return []
-    found: list[int] = torch.stack([sum_of_bits(tensor) for _, tensor in named]).tolist()
-    return found
+    return fingerprints([tensor for _, tensor in named])
 
 
 def _changed(named: list[tuple[str, Tensor]], before: list[int]) -> list[str]:
-    """The names of those whose sums are others now; none where none were noted."""
+    """The names of those that are others now; none where none were noted."""
     now = _sums_of(named) if before else []
     both = zip(named, before, now, strict=False)
     return [name for (name, _), old, new in both if old != new]
-
-
-def sum_of_bits(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's values, read as whole numbers; int64, on its device.
-
-    Args:
-        tensor: Strided, of any type with 1 to 8 bytes, or complex.
-    """
-    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    flat = plain.detach().contiguous().view(-1)
-    return flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64)

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from torch import Tensor, nn, strided
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from spartito.engine.checksum import fingerprints
 from spartito.errors import UserError
 from spartito.names import listed
-from spartito.ps.client.pulled_values import sum_of_bits
 
 MOST_NAMES = 4
 
@@ -80,14 +80,16 @@ class CallbackWrites:
                 )
 
     def _now(self) -> dict[str, tuple[int, bool]]:
-        """Of each parameter and buffer, by name, the sum of its bits and whether it learns."""
-        return {
-            f"{path}.{name}".lstrip("."): (int(sum_of_bits(tensor)), tensor.requires_grad)
+        """Of each parameter and buffer, by name, its fingerprint and whether it learns."""
+        named = {
+            f"{path}.{name}".lstrip("."): tensor
             for path, module in self._model.named_modules()
             for held in (module._parameters, module._buffers)
             for name, tensor in held.items()
             if tensor is not None and _has_values(tensor)
         }
+        found = zip(fingerprints([*named.values()]), named.values(), strict=True)
+        return dict(zip(named, ((one, each.requires_grad) for one, each in found), strict=True))
 
 
 def _sum_in(found: dict[str, tuple[int, bool]], name: str) -> int | None:
