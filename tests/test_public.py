@@ -45,7 +45,7 @@ LAYERS = [
     },
     {"registry"},
     {"declared"},
-    {"accelerators"},
+    {"accelerators", "fingerprints"},
     {"cluster", "collectives", "data", "storage"},
     {"backend"},
     {"ps.protocol"},

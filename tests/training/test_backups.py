@@ -45,7 +45,8 @@ import spartito as sp
 from tests.training.jobs import data, trainer
 made = trainer(metrics=["accuracy"])
 backup = sp.callbacks.BackupAndRestore(sys.argv[1], every=1, share=None)
-history = made.fit(data(), epochs=8, batch_size=3, callbacks=[backup], verbose=0)
+written = sp.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: made.wait())
+history = made.fit(data(), epochs=8, batch_size=3, callbacks=[backup, written], verbose=0)
 print(history.history, made.step, made.model[0].weight.sum().item())
 """
 

@@ -16,7 +16,7 @@ from spartito.checkpoint.saved_state import Stored
 from spartito.collectives.collective import Collective
 from spartito.collectives.hierarchical import ENDS_GROUP, PATIENCE
 from spartito.collectives.membership.store import error_from_text, error_to_text
-from spartito.engine.checksum import OTHER_VALUES, different, outliers
+from spartito.engine.drift import OTHER_VALUES, different, outliers
 from spartito.engine.sharding.homes import Home, settle_all
 from spartito.engine.updates.optimizers import unwrap
 from spartito.errors import UserError

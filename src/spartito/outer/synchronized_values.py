@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from spartito.engine.checksum import checksum
 from spartito.errors import UserError
+from spartito.fingerprints import checksum
 from spartito.names import listed
 
 MOST_NAMES = 4

@@ -19,15 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from spartito.accelerators import rounding_id
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, Traffic
-from spartito.engine.checksum import (
-    OTHER_VALUES,
-    OTHERS_LEARN,
-    checksum,
-    different,
-    drifted,
-    moments,
-    outliers,
-)
+from spartito.engine.drift import OTHER_VALUES, OTHERS_LEARN, different, drifted, moments, outliers
 from spartito.engine.modules.batchnorm import average_statistics
 from spartito.engine.modules.buffers import (
     caches,
@@ -40,6 +32,7 @@ from spartito.engine.modules.buffers import (
 )
 from spartito.engine.updates.optimizers import unwrap
 from spartito.errors import UnwritableError, UserError
+from spartito.fingerprints import checksum
 from spartito.notes import warn
 from spartito.steps.groups import ALIKE, Groups
 from spartito.steps.outer_loops.outer_loop import EveryStep, OuterLoop

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spartito.engine.checksum import ROUNDING, DriftedError
 from spartito.engine.devices.precision import LossScale
+from spartito.engine.drift import ROUNDING, DriftedError
 from spartito.engine.gradients.gradient_edits import Edits
 from spartito.engine.gradients.gradient_hooks import GradientHooks
 from spartito.engine.gradients.gradient_sum import Accumulated, Gradients, same

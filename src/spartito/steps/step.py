@@ -32,12 +32,12 @@ from spartito.data.reading.loader import Loader, check_divides
 from spartito.data.reading.placing import Placing
 from spartito.data.source import PerWorker
 from spartito.engine import loop_metrics
-from spartito.engine.checksum import DriftedError
 from spartito.engine.devices.denormals import Denormals, flushed
 from spartito.engine.devices.device import divide_cores, move
 from spartito.engine.devices.host_reads import Number, read
 from spartito.engine.devices.memory_check import check_memory
 from spartito.engine.devices.precision import choose_precision, convert, make_loss_scale
+from spartito.engine.drift import DriftedError
 from spartito.engine.gradients.gradient_sum import Gradients, reduced
 from spartito.engine.losses.loss import LossFunction, weigh
 from spartito.engine.meta.meta_models import is_unmade, making, plan_values

@@ -26,7 +26,6 @@ from torch.utils.hooks import RemovableHandle
 from spartito.collectives.collective import Collective, Piggybacked
 from spartito.collectives.lane import Lane
 from spartito.collectives.standing_sum import Work
-from spartito.engine.checksum import checksum
 from spartito.engine.devices.host_reads import Number
 from spartito.engine.gradients.compression import Compression
 from spartito.engine.gradients.gradient_sum import (
@@ -36,6 +35,7 @@ from spartito.engine.gradients.gradient_sum import (
     views,
 )
 from spartito.engine.gradients.overlap_trial import OverlapTrial
+from spartito.fingerprints import checksum
 
 BUCKET = 1 << 20
 """Bytes of gradients from which on a bucket is sent: hides most, as exchanges go."""

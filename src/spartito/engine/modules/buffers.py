@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from spartito.accelerators import rounding_id
 from spartito.collectives.collective import Collective
-from spartito.engine.checksum import checksum, different, drifted, moments, outliers
+from spartito.engine.drift import different, drifted, moments, outliers
 from spartito.engine.modules.batchnorm import SynchronizedForward, takes_statistics
+from spartito.fingerprints import checksum
 from spartito.names import listed
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

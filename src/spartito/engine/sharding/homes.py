@@ -14,14 +14,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from spartito.collectives.collective import Collective
 from spartito.collectives.memory.pages import PAGE, PrivatePages
 from spartito.collectives.memory.segment import Segment
-from spartito.engine.checksum import OTHER_VALUES, checksum, different, outliers
 from spartito.engine.devices.host_reads import Number
 from spartito.engine.devices.memory_layout import viewing
+from spartito.engine.drift import OTHER_VALUES, different, outliers
 from spartito.engine.meta.meta_models import make
 from spartito.engine.sharding.block_transport import Stage
 from spartito.engine.sharding.blocks import Layout, Members, Section
 from spartito.engine.sharding.hidden_parameters import cover, no_copies, uncover
 from spartito.errors import UserError
+from spartito.fingerprints import checksum
 
 
 class BlockOfHome(Protocol):

@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from spartito.collectives.collective import Collective, Piggybacked, scale_of
 from spartito.collectives.process_group import ProcessGroupCollective
-from spartito.engine.checksum import OTHERS_LEARN, different, outliers
 from spartito.engine.devices.host_reads import Number
+from spartito.engine.drift import OTHERS_LEARN, different, outliers
 from spartito.engine.gradients.compression import CompressedSum, Compression
 from spartito.engine.gradients.gradient_sum import (
     Accumulated,

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from spartito.engine.checksum import fingerprints
 from spartito.errors import UserError
+from spartito.fingerprints import fingerprints
 from spartito.names import listed
 from spartito.ps.client.vector import Vector
 

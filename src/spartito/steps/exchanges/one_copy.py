@@ -20,12 +20,12 @@ from spartito.collectives.membership.rendezvous import WORLD, Rendezvous
 from spartito.collectives.memory.segment import Segment
 from spartito.collectives.memory.shared_memory import LINE, SharedMemoryCollective
 from spartito.collectives.staged import on_host
-from spartito.engine.checksum import checksum
 from spartito.engine.gradients.gradient_sum import same
 from spartito.engine.updates import fused_update
 from spartito.engine.updates.divided_update import ELEMENTWISE, DividedGradients, Span
 from spartito.engine.updates.optimizers import optimizer_parameters, unwrap
 from spartito.errors import UserError
+from spartito.fingerprints import checksum
 from spartito.outer.group_values import Values
 from spartito.outer.joined_groups import JoinedGroups
 from spartito.steps.coordination import Alike

@@ -16,7 +16,6 @@ from spartito.checkpoint.saved_state import Saved
 from spartito.collectives.memory.pages import PAGE
 from spartito.collectives.memory.shared_memory import SharedMemoryCollective
 from spartito.collectives.process_group import ProcessGroupCollective
-from spartito.engine.checksum import checksum
 from spartito.engine.gradients.compression import Compress
 from spartito.engine.gradients.gradient_sum import LocalGradients
 from spartito.engine.meta.meta_models import told
@@ -32,6 +31,7 @@ from spartito.engine.updates import fused_update
 from spartito.engine.updates.divided_update import is_elementwise, say_elementwise
 from spartito.engine.updates.optimizers import optimizer_parameters, unwrap
 from spartito.errors import TaskLostError, UserError
+from spartito.fingerprints import checksum
 from spartito.notes import note
 from spartito.outer.group_values import Shards, Values
 from spartito.outer.joined_groups import JoinedGroups

@@ -17,7 +17,7 @@ from spartito.accelerators import generator_states, set_generator_states
 from spartito.checkpoint.cuts import Cut
 from spartito.checkpoint.saved_state import Saved
 from spartito.collectives.collective import Traffic
-from spartito.engine.checksum import checksum, different, outliers
+from spartito.engine.drift import different, outliers
 from spartito.engine.meta.meta_models import make_all, told
 from spartito.engine.modules.averaged_models import watch_averages
 from spartito.engine.modules.buffers import shared_buffers
@@ -30,6 +30,7 @@ from spartito.engine.updates.optimizers import (
     unwrap,
 )
 from spartito.errors import TaskLostError, UserError
+from spartito.fingerprints import checksum
 from spartito.mesh import placing
 from spartito.mesh.axes import PIPELINE, Mesh
 from spartito.mesh.collectives import Axis, summing_at_end

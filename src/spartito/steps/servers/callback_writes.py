@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from torch import Tensor, nn, strided
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from spartito.engine.checksum import fingerprints
 from spartito.errors import UserError
+from spartito.fingerprints import fingerprints
 from spartito.names import listed
 
 MOST_NAMES = 4
