@@ -93,8 +93,8 @@ def checkpointed() -> dict[str, Any]:
         found["hook"] = seen[0]
         grads = [torch.ones(y.shape), torch.full(y.shape, 2.0)]
         leaf = r(2, 4).requires_grad_()
-        part: Any = shard(leaf, spec((None, "model")), axes)
-        torch.autograd.backward([part * 2, whole(part * 3)], grads)
+        half: Any = shard(leaf, spec((None, "model")), axes)
+        torch.autograd.backward([half * 2, whole(half * 3)], grads)
         found["several"] = None if leaf.grad is None else leaf.grad.unique().tolist()
         with torch.autocast("cpu", torch.bfloat16):
             w = shard(torch.randn(8, 4), spec(("model", None)), axes)
