@@ -395,10 +395,6 @@ class SynchronousCoordination(Coordination):
     def agree_to_stop(self, asked: bool) -> bool:
         return self._sum(float(asked)) > 0
 
-    def in_callbacks(self) -> AbstractContextManager[None]:
-        """A block of callbacks between steps."""
-        return nullcontext()
-
     def waits(self, data: float, seconds: float) -> dict[str, float]:
         found = super().waits(self._mean(data), seconds)
         waited = self._outer.waits().items()
